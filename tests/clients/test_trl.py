@@ -12,7 +12,7 @@ import site
 import socket
 from pathlib import Path
 
-import httpx
+import httpx2
 
 import mvllm
 from tests.clients.conftest import RunClient
@@ -38,7 +38,7 @@ def test_the_trainer_and_the_server_have_the_same_weights_in_every_step(run_clie
             **key,
             PYTHONPATH=os.pathsep.join([str(Path(mvllm.__file__).parents[1]), *site.getsitepackages()]),
         )
-        info = httpx.get(f"{server.url}/weight_info", headers={"Authorization": "Bearer administrator"}).json()
+        info = httpx2.get(f"{server.url}/weight_info", headers={"Authorization": "Bearer administrator"}).json()
     assert info == {"weight_version": STEPS, "is_updating": False, "failure": None}
     lines = re.findall(r"^step +(\d+)  reward (\d\.\d+)  difference (\S+)$", ran.stdout, re.MULTILINE)
     assert [int(step) for step, _, _ in lines] == [*range(1, STEPS + 1)], ran.stdout

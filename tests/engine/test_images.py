@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -372,13 +372,13 @@ def test_models_of_text_refuse_images(checkpoint: Path) -> None:
             llm.llm_engine.decode_images(bytes(4), 1, 1)
 
 
-async def ask(engine: AsyncLLM, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+async def ask(engine: AsyncLLM, bodies: list[dict[str, Any]]) -> list[httpx2.Response]:
     """Sends requests to the HTTP application with this engine."""
     pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len)
     state = ServerState(60.0)
     state.set_ready(ServingContext(engine, pool, ChatPromptRenderer(engine, pool)))
     app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), ServerSettings())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
         return [await client.post("/v1/images/generations", json=body) for body in bodies]
 
 
@@ -396,7 +396,7 @@ def test_the_async_engine_and_the_server_generate_and_decode(janus: Janus) -> No
     good = {"prompt": PROMPTS[2], "temperature": 0, "size": "12x12", "model": "m"}
     two = {"prompt": PROMPTS[2], "n": 2, "seed": 3, "negative_prompt": "sea", "guidance_scale": 2}
 
-    async def run() -> tuple[ImageRequestOutput, np.ndarray, list[httpx.Response]]:
+    async def run() -> tuple[ImageRequestOutput, np.ndarray, list[httpx2.Response]]:
         engine = AsyncLLM.from_engine_args(EngineArgs(model=str(janus.folder), **SETTINGS), log_stats=False)
         try:
             output = await engine.generate_images(PROMPTS[2], GREEDY)
@@ -411,7 +411,7 @@ def test_the_async_engine_and_the_server_generate_and_decode(janus: Janus) -> No
     check_pixels(image.pixels, janus.pixels(image.codes))
     assert image.pixels is not None and np.array_equal(pixels[0], image.pixels)
 
-    def images_of(answer: httpx.Response) -> list[np.ndarray]:
+    def images_of(answer: httpx2.Response) -> list[np.ndarray]:
         assert answer.status_code == 200, answer.text
         files = [base64.b64decode(each["b64_json"]) for each in answer.json()["data"]]
         return [np.asarray(Image.open(io.BytesIO(file))) for file in files]
@@ -429,7 +429,7 @@ def test_the_async_engine_and_the_server_generate_and_decode(janus: Janus) -> No
 
 
 def test_an_image_request_that_is_aborted_is_an_error_of_the_server(janus: Janus) -> None:
-    async def run() -> httpx.Response:
+    async def run() -> httpx2.Response:
         engine = AsyncLLM.from_engine_args(EngineArgs(model=str(janus.folder), **SETTINGS), log_stats=False)
         try:
             await engine.pause_generation(mode="keep")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import psutil
 import pytest
 import ray
@@ -122,7 +122,7 @@ def test_the_server_of_a_killed_replica_ends_too(cluster: ServeCluster) -> None:
 
 def test_a_client_that_disconnects_aborts_its_request(cluster: ServeCluster) -> None:
     cluster.deploy()
-    with httpx.stream(
+    with httpx2.stream(
         "POST",
         f"{cluster.url}/v1/completions",
         json={"model": "demo", "prompt": "A", "stream": True, **LONG},
@@ -132,7 +132,7 @@ def test_a_client_that_disconnects_aborts_its_request(cluster: ServeCluster) -> 
         next(response.iter_lines())
 
     def is_idle() -> bool:
-        load = httpx.get(f"{cluster.url}/load", timeout=30).json()
+        load = httpx2.get(f"{cluster.url}/load", timeout=30).json()
         return load["num_requests_running"] == 0 and load["server_load"] <= 1
 
     wait_until(is_idle, 120, "no request runs")
@@ -230,7 +230,7 @@ def test_several_models_are_served_behind_one_endpoint_and_change_one_by_one(clu
     first = {"name": "demo", "options": OPTIONS}
     second = {"name": "tales", "model": "demo", "aliases": ["stories"], "options": {**OPTIONS, "max_model_len": 128}}
     cluster.deploy_models([first, second])
-    cards = httpx.get(f"{cluster.url}/v1/models", timeout=30).json()["data"]
+    cards = httpx2.get(f"{cluster.url}/v1/models", timeout=30).json()["data"]
     assert {card["id"]: card["max_model_len"] for card in cards} == {"demo": 512, "tales": 128, "stories": 128}
     found = {name: ask(cluster, model=name) for name in ("demo", "tales", "stories")}
     assert all(each.is_complete for each in found.values())
@@ -241,7 +241,7 @@ def test_several_models_are_served_behind_one_endpoint_and_change_one_by_one(clu
     cluster.deploy_models([first, {**second, "version": "2"}])
     assert set(cluster.replica_nodes("demo")) == kept
     assert ask(cluster, model="tales").replica not in (None, found["tales"].replica)
-    assert httpx.get(f"{cluster.url}/health/ready", timeout=30).status_code == 200
+    assert httpx2.get(f"{cluster.url}/health/ready", timeout=30).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["tensor", "data"])

@@ -8,7 +8,7 @@ import wave
 from typing import Any
 from unittest.mock import patch
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -43,7 +43,7 @@ def wav(samples: Any) -> bytes:
     return buffer.getvalue()
 
 
-async def _ask(folder: str, forms: list[Form]) -> list[httpx.Response]:
+async def _ask(folder: str, forms: list[Form]) -> list[httpx2.Response]:
     settings = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 2**24, "seed": 0}
     with patch.object(processor_client, "_make_pool", ProcessorHere):
         engine = AsyncLLM.from_engine_args(EngineArgs(model=folder, **settings, use_tqdm_on_load=False))
@@ -52,8 +52,8 @@ async def _ask(folder: str, forms: list[Form]) -> list[httpx.Response]:
             state = ServerState(60.0)
             state.set_ready(ServingContext(engine, pool, ChatPromptRenderer(engine, pool)))
             app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), ServerSettings())
-            async with httpx.AsyncClient(
-                transport=httpx.ASGITransport(app), base_url="http://x", timeout=300
+            async with httpx2.AsyncClient(
+                transport=httpx2.ASGITransport(app), base_url="http://x", timeout=300
             ) as client:
                 return [
                     await client.post(path, data=fields, files=None if file is None else {"file": ("a.wav", file)})
@@ -63,7 +63,7 @@ async def _ask(folder: str, forms: list[Form]) -> list[httpx.Response]:
             engine.shutdown()
 
 
-def ask(folder: Any, forms: list[Form]) -> list[httpx.Response]:
+def ask(folder: Any, forms: list[Form]) -> list[httpx2.Response]:
     """Sends forms to the HTTP application with an engine of a checkpoint."""
     return asyncio.run(_ask(str(folder), forms))
 

@@ -26,7 +26,7 @@ MODULES = {
     "pyzmq": "zmq",
 }
 """Names of modules that differ from those of their packages."""
-SERVE_ONLY = ("fastapi", "httptools", "prometheus-client", "uvicorn", "uvloop")
+SERVE_ONLY = ("httptools", "prometheus-client", "starlette", "uvicorn", "uvloop")
 EVERYTHING = "everything"
 EXTRAS = ("bench", "testing")
 PARTS = {
@@ -83,7 +83,7 @@ def missing() -> dict[str, str]:
         for name in map(_name, _requirements(project["optional-dependencies"][extra])):
             if not _can_import(name):
                 found[name] = {"bench": "the serving figures", "testing": "conformance"}[extra]
-    for name, what in (("torch", EVERYTHING), ("triton", "kernels"), ("httpx", "serving")):
+    for name, what in (("torch", EVERYTHING), ("triton", "kernels"), ("httpx2", "serving")):
         if not _can_import(name):
             found[name] = what
     return found

@@ -174,7 +174,7 @@ def _generate(folder: Path, settings: Settings) -> tuple[dict[str, float], str]:
 
 
 def _serve(folder: Path, settings: Settings) -> tuple[dict[str, float], str]:
-    import httpx
+    import httpx2
 
     from tests.helpers.server import ServerProcess
 
@@ -183,7 +183,7 @@ def _serve(folder: Path, settings: Settings) -> tuple[dict[str, float], str]:
         server.wait_for_log("Ready at ", 400 if settings.quick else 120)
 
         def post(path: str, **body: Any) -> Any:
-            answer = httpx.post(f"{server.url}{path}", json=body, timeout=120)
+            answer = httpx2.post(f"{server.url}{path}", json=body, timeout=120)
             assert answer.status_code == 200, f"{path}: {answer.status_code} {answer.text}"
             return answer.json()["choices"][0]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import ray
 from ray import serve
@@ -155,7 +155,7 @@ class Outcome:
         return self.status == 200 and self.error is None and not self.failure
 
 
-async def complete(client: httpx.AsyncClient, *, stream: bool, **body: Any) -> Outcome:
+async def complete(client: httpx2.AsyncClient, *, stream: bool, **body: Any) -> Outcome:
     """One completion of the demo model."""
     body = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "stream": stream, **body}
     if stream:
@@ -167,16 +167,16 @@ async def complete(client: httpx.AsyncClient, *, stream: bool, **body: Any) -> O
             outcome.replica = response.headers.get("x-mvllm-replica")
             outcome.retry_after = response.headers.get("retry-after")
             if not stream or response.status_code != 200:
-                _read(outcome, httpx.Response(200, content=await response.aread()).json())
+                _read(outcome, httpx2.Response(200, content=await response.aread()).json())
             else:
                 await _read_stream(outcome, response)
-    except httpx.HTTPError as e:
+    except httpx2.HTTPError as e:
         outcome.failure = repr(e)
     outcome.ended = time.monotonic()
     return outcome
 
 
-async def _read_stream(outcome: Outcome, response: httpx.Response) -> None:
+async def _read_stream(outcome: Outcome, response: httpx2.Response) -> None:
     import json
 
     has_ended = False
@@ -230,8 +230,8 @@ class Load:
 
     async def _run(self) -> None:
         deadline = time.monotonic() + self._max_seconds
-        async with httpx.AsyncClient(
-            base_url=self._url, timeout=60, limits=httpx.Limits(max_connections=None)
+        async with httpx2.AsyncClient(
+            base_url=self._url, timeout=60, limits=httpx2.Limits(max_connections=None)
         ) as client:
 
             async def one_after_the_other(stream: bool) -> None:
@@ -246,7 +246,7 @@ def run_all(url: str, bodies: Sequence[dict[str, Any]], concurrency: int = 1) ->
 
     async def run() -> list[Outcome]:
         limit = asyncio.Semaphore(concurrency)
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
 
             async def one(body: dict[str, Any]) -> Outcome:
                 async with limit:

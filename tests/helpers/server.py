@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 
 from tests.helpers.processes import TAG, new_tag, tagged_processes, wait_until
@@ -91,8 +91,8 @@ class ServerProcess:
         self.wait_for_log(r"Ready at ")
         return self
 
-    def client(self, **settings: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=settings.pop("timeout", 120), trust_env=False, **settings)
+    def client(self, **settings: Any) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=settings.pop("timeout", 120), trust_env=False, **settings)
 
     def pids(self) -> set[int]:
         """Process ids of the server and its children, except `sandbox_pids`, which are replaced on demand."""
@@ -163,7 +163,7 @@ class ServerProcess:
                 return
 
 
-def wait_idle(client: httpx.Client, seconds: float = 30) -> None:
+def wait_idle(client: httpx2.Client, seconds: float = 30) -> None:
     """Waits until the engine is idle."""
 
     def idle() -> bool:
@@ -174,7 +174,7 @@ def wait_idle(client: httpx.Client, seconds: float = 30) -> None:
 
 
 @contextlib.contextmanager
-def as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
+def as_before(server: ServerProcess, client: httpx2.Client) -> Iterator[None]:
     """Context manager; afterwards an ordinary request must be answered by the same processes."""
     before = settled_pids(server)
     yield

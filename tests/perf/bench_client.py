@@ -1,4 +1,4 @@
-"""Cost of the `mvllm bench serve` client per stream chunk, compared with httpx.
+"""Cost of the `mvllm bench serve` client per stream chunk, compared with httpx2.
 
 python tests/perf/bench_client.py [--streams 256] [--tokens 200]
 
@@ -79,9 +79,9 @@ async def ours(url: str, streams: int) -> int:
 
 
 async def httpx_client(url: str, streams: int) -> int:
-    import httpx
+    import httpx2
 
-    async def one(client: httpx.AsyncClient) -> int:
+    async def one(client: httpx2.AsyncClient) -> int:
         times = []
         async with client.stream("POST", f"{url}/v1/completions", json={"prompt": "x", "stream": True}) as response:
             async for line in response.aiter_lines():
@@ -90,8 +90,8 @@ async def httpx_client(url: str, streams: int) -> int:
                     times.append(time.perf_counter())
         return len(times) - 1
 
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx2.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
         return sum(await asyncio.gather(*(one(client) for _ in range(streams))))
 
 
@@ -105,8 +105,8 @@ def main() -> None:
     server.start()
     url = f"http://127.0.0.1:{mine.recv()}"
     clients = {"mvllm bench serve": ours}
-    if importlib.util.find_spec("httpx"):
-        clients["httpx"] = httpx_client
+    if importlib.util.find_spec("httpx2"):
+        clients["httpx2"] = httpx_client
     print(f"{'client':<20}{'streams':>9}{'tokens/s':>12}{'us of processor per token':>28}")
     for name, client in clients.items():
         for streams in args.streams:

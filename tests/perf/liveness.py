@@ -20,7 +20,7 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
+import httpx2
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -47,7 +47,7 @@ def main() -> None:
             with server.wait_ready().client(timeout=600) as client, server.client() as probe:
                 show("at rest", probe_until(probe, time.perf_counter() + 2))
                 body = json.dumps({"prompt": "word " * (args.megabytes * 200_000), "max_tokens": 1}).encode()
-                answers: list[httpx.Response] = []
+                answers: list[httpx2.Response] = []
 
                 def post() -> None:
                     kind = {"Content-Type": "application/json"}
@@ -75,7 +75,7 @@ def long_context(folder: Path) -> Path:
     return folder
 
 
-def probe_until(client: httpx.Client, deadline: float, is_over: object = lambda: False) -> list[float]:
+def probe_until(client: httpx2.Client, deadline: float, is_over: object = lambda: False) -> list[float]:
     times = []
     while time.perf_counter() < deadline and not is_over():  # type: ignore[operator]
         begin = time.perf_counter()

@@ -1,12 +1,12 @@
 """Client side of the OpenAI API without a transport: URLs, server-sent events, model list and error texts.
 
-`mvllm chat --url` and `mvllm complete --url` use it with the standard library, `mvllm bench serve` with a client of its
-own.
+`mvllm chat --url` and `mvllm complete --url` use it with httpx2, `mvllm bench serve` with a client of its own.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -30,6 +30,16 @@ def authorization_headers(api_key: str | None) -> dict[str, str]:
     """The header for an API key, by default the key in the environment; empty without a key."""
     key = api_key or os.environ.get(API_KEY_VARIABLE)
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def split_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a stream that arrives in parts. Only a newline ends a line: JSON may have other separators."""
+    rest = b""
+    for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest
 
 
 def event_data(line: bytes) -> bytes:

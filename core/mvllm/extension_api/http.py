@@ -9,36 +9,39 @@ from mvllm.engine.frontend.outputs import RequestMetrics as RequestMetrics
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput as PoolingRequestOutput
 from mvllm.entrypoints.chat_items import text_of_part as text_of_part
 from mvllm.entrypoints.http_plugin import HTTPPlugin as HTTPPlugin
-from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler as ChatCompletionHandler
-from mvllm.entrypoints.openai.chat.serving_base import ChatHandler as ChatHandler
-from mvllm.entrypoints.openai.chat.serving_base import renamed_fields as renamed_fields
+from mvllm.entrypoints.openai.chat_completions import ChatCompletionHandler as ChatCompletionHandler
 from mvllm.entrypoints.openai.client_request import ClientRequest as ClientRequest
 from mvllm.entrypoints.openai.client_request import ModelRequest as ModelRequest
 from mvllm.entrypoints.openai.common.api_format import APIFormat as APIFormat
+from mvllm.entrypoints.openai.common.api_router import APIRouter as APIRouter
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import check_tools as check_tools
+from mvllm.entrypoints.openai.common.conversation import Conversation as Conversation
+from mvllm.entrypoints.openai.common.conversation import renamed_fields as renamed_fields
 from mvllm.entrypoints.openai.common.conversation_truncation import is_too_long as is_too_long
 from mvllm.entrypoints.openai.common.conversation_truncation import max_truncated_length as max_truncated_length
 from mvllm.entrypoints.openai.common.conversation_truncation import num_prompt_tokens as num_prompt_tokens
 from mvllm.entrypoints.openai.common.conversation_truncation import without_oldest_messages as without_oldest_messages
 from mvllm.entrypoints.openai.common.errors import to_api_error as to_api_error
+from mvllm.entrypoints.openai.common.handler import Handler as Handler
+from mvllm.entrypoints.openai.common.handler import RequestHandler as RequestHandler
 from mvllm.entrypoints.openai.common.json_response import encode_json as encode_json
 from mvllm.entrypoints.openai.common.json_response import json_response as json_response
 from mvllm.entrypoints.openai.common.load_header import waited_nanoseconds as waited_nanoseconds
 from mvllm.entrypoints.openai.common.logprobs import TokenFormatter as TokenFormatter
 from mvllm.entrypoints.openai.common.logprobs import chat_logprobs as chat_logprobs
 from mvllm.entrypoints.openai.common.request_body import convert_fields as convert_fields
+from mvllm.entrypoints.openai.common.request_body import read_query as read_query
 from mvllm.entrypoints.openai.common.server_sent_events import DONE as DONE
-from mvllm.entrypoints.openai.common.serving_base import Handler as Handler
-from mvllm.entrypoints.openai.common.serving_base import RequestHandler as RequestHandler
-from mvllm.entrypoints.openai.common.serving_base import StreamingHandler as StreamingHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext as ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels as OpenAIServingModels
 from mvllm.entrypoints.openai.common.serving_models import weights_size as weights_size
 from mvllm.entrypoints.openai.common.streaming_response import JSON_LINES as JSON_LINES
 from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse as EventStreamResponse
 from mvllm.entrypoints.openai.common.streaming_response import cancel_on_disconnect as cancel_on_disconnect
-from mvllm.entrypoints.openai.pooling.serving_base import InputListHandler as InputListHandler
-from mvllm.entrypoints.openai.pooling.serving_base import pooling_usage as pooling_usage
+from mvllm.entrypoints.openai.common.usage import UsageCounter as UsageCounter
+from mvllm.entrypoints.openai.pooling.inputs import InputList as InputList
+from mvllm.entrypoints.openai.pooling.inputs import PoolingRequestHandler as PoolingRequestHandler
+from mvllm.entrypoints.openai.pooling.inputs import pooling_usage as pooling_usage
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest as ChatCompletionRequest
 from mvllm.entrypoints.openai.protocol import EmbeddingRequest as EmbeddingRequest
 from mvllm.entrypoints.openai.server.authentication import Caller as Caller
@@ -57,33 +60,33 @@ from mvllm.messages.inputs import TokensPrompt as TokensPrompt
 from mvllm.messages.pooling_params import PoolingParams as PoolingParams
 from mvllm.messages.pooling_params import PoolingTask as PoolingTask
 from mvllm.messages.structured_outputs import MAX_NESTING as MAX_NESTING
-from mvllm.multimodal.public_addresses import is_public as is_public
-from mvllm.multimodal.public_addresses import start_resolving as start_resolving
 
 __all__ = [
     "DONE",
     "JSON_LINES",
     "MAX_NESTING",
     "APIFormat",
+    "APIRouter",
     "APIServerHandle",
     "AdmittedRequest",
     "BodyRoutes",
     "Caller",
     "ChatCompletionHandler",
     "ChatCompletionRequest",
-    "ChatHandler",
     "ClientRequest",
     "CompletionOutput",
+    "Conversation",
     "EmbeddingRequest",
     "EventStreamResponse",
     "HTTPPlugin",
     "HTTPRoutes",
     "Handler",
-    "InputListHandler",
+    "InputList",
     "ModelRequest",
     "OpenAIServingModels",
     "OutputParser",
     "PoolingParams",
+    "PoolingRequestHandler",
     "PoolingRequestOutput",
     "PoolingTask",
     "PromptType",
@@ -92,25 +95,24 @@ __all__ = [
     "Role",
     "ServerSettings",
     "ServingContext",
-    "StreamingHandler",
     "TokenFormatter",
     "TokensPrompt",
     "ToolCall",
+    "UsageCounter",
     "cancel_on_disconnect",
     "chat_logprobs",
     "check_tools",
     "convert_fields",
     "encode_json",
-    "is_public",
     "is_too_long",
     "json_response",
     "key_digest",
     "max_truncated_length",
     "num_prompt_tokens",
     "pooling_usage",
+    "read_query",
     "renamed_fields",
     "request_caller",
-    "start_resolving",
     "text_of_part",
     "to_api_error",
     "waited_nanoseconds",

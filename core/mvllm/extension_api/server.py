@@ -13,6 +13,7 @@ from mvllm.engine.metrics.stats import Histogram as Histogram
 from mvllm.entrypoints.event_loop import run_in_event_loop as run_in_event_loop
 from mvllm.entrypoints.openai.common.api_format import APIFormat as APIFormat
 from mvllm.entrypoints.openai.common.api_format import api_format as api_format
+from mvllm.entrypoints.openai.common.api_router import APIRouter as APIRouter
 from mvllm.entrypoints.openai.common.json_response import json_response as json_response
 from mvllm.entrypoints.openai.common.load_header import LOAD_HEADER as LOAD_HEADER
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder as BodyDecoder
@@ -50,6 +51,7 @@ __all__ = [
     "DEMO",
     "LOAD_HEADER",
     "APIFormat",
+    "APIRouter",
     "AsyncLLM",
     "BodyDecoder",
     "BodyReader",

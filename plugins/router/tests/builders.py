@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 
 from tests.helpers.processes import tagged_processes
@@ -13,17 +13,17 @@ from tests.helpers.server import ServerProcess
 ADMIN = {"authorization": "Bearer boss"}
 
 
-def states(client: httpx.Client) -> dict[str, str]:
+def states(client: httpx2.Client) -> dict[str, str]:
     """The states of all names."""
     return {card["id"]: card["status"]["value"] for card in client.get("/v1/models").json()["data"]}
 
 
-def loaded(client: httpx.Client, *, aliases: tuple[str, ...] = ("gpt-4o",)) -> set[str]:
+def loaded(client: httpx2.Client, *, aliases: tuple[str, ...] = ("gpt-4o",)) -> set[str]:
     """The loaded models."""
     return {name for name, state in states(client).items() if state == "loaded" and name not in aliases}
 
 
-def complete(client: httpx.Client, model: str, **more: object) -> dict[str, Any]:
+def complete(client: httpx2.Client, model: str, **more: object) -> dict[str, Any]:
     """The response to a short request, for which the model is loaded."""
     body = {"model": model, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8, **more}
     answer = client.post("/v1/completions", json=body)
@@ -32,7 +32,7 @@ def complete(client: httpx.Client, model: str, **more: object) -> dict[str, Any]
     return found
 
 
-def load_only(client: httpx.Client, *names: str) -> None:
+def load_only(client: httpx2.Client, *names: str) -> None:
     """Leaves exactly these models loaded, the last named used last."""
     for name in loaded(client) - set(names):
         assert client.post("/models/unload", json={"model": name}, headers=ADMIN).json()["was_loaded"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,7 +26,7 @@ def dashboard() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def samples(client: httpx.Client) -> dict[str, set[str]]:
+def samples(client: httpx2.Client) -> dict[str, set[str]]:
     """Sample names on /metrics, each with its labels."""
     for stream in (False, True):
         ask = {"prompt": "Once upon a time", "max_tokens": 4, "n": 2, "stream": stream}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import openai
 import pytest
@@ -52,7 +52,7 @@ def test_texts_and_token_ids_have_the_embeddings_of_llm(sdk: OpenAI, llm: LLM) -
     assert abs(np.linalg.norm(expected[0]) - 1) < 1e-5
 
 
-def test_base64_and_numbers_are_the_same_embedding(sdk: OpenAI, client: httpx.Client) -> None:
+def test_base64_and_numbers_are_the_same_embedding(sdk: OpenAI, client: httpx2.Client) -> None:
     asked = {"model": "demo", "input": TEXTS[0]}
     as_numbers = client.post("/v1/embeddings", json=asked).json()["data"][0]["embedding"]
     as_bytes = client.post("/v1/embeddings", json=asked | {"encoding_format": "base64"}).json()["data"][0]["embedding"]
@@ -104,7 +104,7 @@ def test_many_concurrent_inputs_next_to_completions(sdk: OpenAI, llm: LLM) -> No
     ],
     ids=str,
 )
-def test_invalid_fields_are_rejected_by_name(client: httpx.Client, body: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_rejected_by_name(client: httpx2.Client, body: dict[str, Any], param: str) -> None:
     answer = client.post("/v1/embeddings", json=body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -122,9 +122,9 @@ def test_an_input_beyond_max_model_len_is_an_error(sdk: OpenAI) -> None:
         sdk.embeddings.create(model="nobody", input="x")
 
 
-def test_a_disconnect_aborts_the_request(server: ServerProcess, client: httpx.Client) -> None:
+def test_a_disconnect_aborts_the_request(server: ServerProcess, client: httpx2.Client) -> None:
     limit = client.get("/v1/models").json()["data"][0]["max_model_len"]
-    with server.client(timeout=0.05) as hasty, pytest.raises(httpx.TimeoutException):
+    with server.client(timeout=0.05) as hasty, pytest.raises(httpx2.TimeoutException):
         hasty.post("/v1/embeddings", json={"input": [[7 + i] * limit for i in range(60)]})
     wait_idle(client)
     assert client.post("/v1/embeddings", json={"input": "x"}).status_code == 200

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from mvllm import LLM, SamplingParams
@@ -17,7 +17,7 @@ STORY = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_t
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 6}
 
 
-def events(answer: httpx.Response) -> list[Any]:
+def events(answer: httpx2.Response) -> list[Any]:
     """The JSON of each event; checks the framing of events."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -27,7 +27,7 @@ def events(answer: httpx.Response) -> list[Any]:
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]
 
 
-def test_a_completion(client: httpx.Client) -> None:
+def test_a_completion(client: httpx2.Client) -> None:
     answer = client.post("/v1/completions", json=STORY)
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()
@@ -42,7 +42,7 @@ def test_a_completion(client: httpx.Client) -> None:
 
 
 @pytest.mark.quick
-def test_a_streamed_completion(client: httpx.Client) -> None:
+def test_a_streamed_completion(client: httpx2.Client) -> None:
     whole = client.post("/v1/completions", json=STORY).json()
     chunks = events(client.post("/v1/completions", json={**STORY, "stream": True}))
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
@@ -52,7 +52,7 @@ def test_a_streamed_completion(client: httpx.Client) -> None:
     assert not any("usage" in chunk for chunk in chunks)
 
 
-def test_usage_at_the_end_and_with_every_chunk(client: httpx.Client) -> None:
+def test_usage_at_the_end_and_with_every_chunk(client: httpx2.Client) -> None:
     ask = {**STORY, "stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = events(client.post("/v1/completions", json=ask))
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 8
@@ -64,7 +64,7 @@ def test_usage_at_the_end_and_with_every_chunk(client: httpx.Client) -> None:
         assert counted == sorted(counted) and counted[-1] == last["usage"]["completion_tokens"] > 0
 
 
-def test_a_chat_stream_begins_with_the_role_and_ends_with_the_finish_reason(client: httpx.Client) -> None:
+def test_a_chat_stream_begins_with_the_role_and_ends_with_the_finish_reason(client: httpx2.Client) -> None:
     first, *pieces, last = events(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"] == [
@@ -77,7 +77,7 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_finish_reason(clie
     assert "".join(p["choices"][0]["delta"]["content"] for p in pieces) == whole["choices"][0]["message"]["content"]
 
 
-def test_lists_of_prompts_in_every_form(client: httpx.Client) -> None:
+def test_lists_of_prompts_in_every_form(client: httpx2.Client) -> None:
     ids = client.post("/tokenize", json={"prompt": STORY["prompt"]}).json()["tokens"]
     for prompt in (ids, [ids, ids], [STORY["prompt"]] * 2):
         one = client.post("/v1/completions", json=STORY).json()["choices"][0]["text"]
@@ -90,7 +90,7 @@ def test_lists_of_prompts_in_every_form(client: httpx.Client) -> None:
         assert texts == {choice["index"]: choice["text"] for choice in body["choices"]}
 
 
-def test_log_likelihoods_of_a_prompt_are_those_of_llm(client: httpx.Client) -> None:
+def test_log_likelihoods_of_a_prompt_are_those_of_llm(client: httpx2.Client) -> None:
     """As lm_eval requests them: token ids, echo, one more token."""
     prompts = ["The capital of France is Paris", "Once upon a time there was a cat"]
     with LLM("demo", kv_cache_memory_bytes=64 << 20) as llm:
@@ -122,7 +122,7 @@ def test_log_likelihoods_of_a_prompt_are_those_of_llm(client: httpx.Client) -> N
         assert [v for chunk in streamed for v in (chunk["choices"][0]["logprobs"] or {}).get(name, [])] == values
 
 
-def test_tokens_by_their_ids_and_logprobs_of_the_prompt(client: httpx.Client) -> None:
+def test_tokens_by_their_ids_and_logprobs_of_the_prompt(client: httpx2.Client) -> None:
     ask = {**STORY, "logprobs": 0, "return_tokens_as_token_ids": True, "return_token_ids": True, "prompt_logprobs": 1}
     [choice] = client.post("/v1/completions", json=ask).json()["choices"]
     assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
@@ -134,7 +134,7 @@ def test_tokens_by_their_ids_and_logprobs_of_the_prompt(client: httpx.Client) ->
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_logprobs_of_the_prompt_come_with_the_first_chunk_of_a_stream(client: httpx.Client, count: int) -> None:
+def test_logprobs_of_the_prompt_come_with_the_first_chunk_of_a_stream(client: httpx2.Client, count: int) -> None:
     # Long enough that a slow reader does not get all chunks merged into one.
     ask = {**STORY, "prompt_logprobs": count, "stream": True, "max_tokens": 200, "ignore_eos": True}
     choices = [event["choices"][0] for event in events(client.post("/v1/completions", json=ask))]
@@ -142,7 +142,7 @@ def test_logprobs_of_the_prompt_come_with_the_first_chunk_of_a_stream(client: ht
     assert not any("prompt_logprobs" in choice for choice in choices[1:])
 
 
-def test_defaults_are_the_models_and_limits_the_contexts(client: httpx.Client) -> None:
+def test_defaults_are_the_models_and_limits_the_contexts(client: httpx2.Client) -> None:
     assert client.post("/v1/completions", json={"prompt": "x"}).json()["usage"]["completion_tokens"] <= 16
     forever = {**CHAT, "ignore_eos": True}
     del forever["max_tokens"]
@@ -152,7 +152,7 @@ def test_defaults_are_the_models_and_limits_the_contexts(client: httpx.Client) -
     assert client.post("/v1/chat/completions", json=both).json()["usage"]["completion_tokens"] == 2
 
 
-def test_a_repeated_prompt_is_counted_as_cached(client: httpx.Client) -> None:
+def test_a_repeated_prompt_is_counted_as_cached(client: httpx2.Client) -> None:
     ask = {"prompt": "A rather long beginning of a story " * 20, "max_tokens": 1, "cache_salt": "of this test"}
     first, second = (client.post("/v1/completions", json=ask).json()["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
@@ -161,20 +161,20 @@ def test_a_repeated_prompt_is_counted_as_cached(client: httpx.Client) -> None:
     assert other["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_null_and_unknown_fields_are_ignored(client: httpx.Client) -> None:
+def test_null_and_unknown_fields_are_ignored(client: httpx2.Client) -> None:
     nothing = dict.fromkeys(("stop", "n", "seed", "logprobs", "stream", "suffix", "logit_bias", "user", "top_p"))
     plain = client.post("/v1/completions", json=STORY).json()["choices"]
     odd = client.post("/v1/completions", json={**STORY, **nothing, "made_up": {"by": ["somebody"]}})
     assert odd.json()["choices"] == plain
 
 
-def test_request_ids_are_returned(client: httpx.Client) -> None:
+def test_request_ids_are_returned(client: httpx2.Client) -> None:
     assert client.get("/version", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
     made = [client.get("/version", headers=h).headers["x-request-id"] for h in ({}, {"X-Request-Id": "a b\tc"})]
     assert all(re.fullmatch("req-[0-9a-f]{32}", one) for one in made) and made[0] != made[1]
 
 
-def test_two_requests_with_the_same_id_do_not_mix(server: ServerProcess, client: httpx.Client) -> None:
+def test_two_requests_with_the_same_id_do_not_mix(server: ServerProcess, client: httpx2.Client) -> None:
     body = json.dumps({**STORY, "stream": True}).encode()
     expected = client.post("/v1/completions", json=STORY).json()["choices"][0]["text"]
     same = {"X-Request-Id": "same", "Content-Type": "application/json"}
@@ -186,7 +186,7 @@ def test_two_requests_with_the_same_id_do_not_mix(server: ServerProcess, client:
         assert "".join(chunk["choices"][0]["text"] for chunk in events(answer)) == expected
 
 
-def test_extra_slashes_are_accepted_and_unknown_paths_are_errors(client: httpx.Client, server: ServerProcess) -> None:
+def test_extra_slashes_are_accepted_and_unknown_paths_are_errors(client: httpx2.Client, server: ServerProcess) -> None:
     for path in ("/v1//models", "//v1/models", "/v1/models/"):
         assert b" 200 OK" in server.exchange(
             f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
@@ -197,7 +197,7 @@ def test_extra_slashes_are_accepted_and_unknown_paths_are_errors(client: httpx.C
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_tokenize_and_detokenize(client: httpx.Client) -> None:
+def test_tokenize_and_detokenize(client: httpx2.Client) -> None:
     answer = client.post("/tokenize", json={"prompt": "A fox", "return_token_strs": True}).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
     bare = client.post("/tokenize", json={"prompt": "A fox", "add_special_tokens": False}).json()["tokens"]
@@ -209,7 +209,7 @@ def test_tokenize_and_detokenize(client: httpx.Client) -> None:
         assert client.post(path, json=body).status_code == 400
 
 
-def test_models_version_load_and_health(client: httpx.Client) -> None:
+def test_models_version_load_and_health(client: httpx2.Client) -> None:
     assert client.get("/version").json() == {"version": __version__}
     for path in ("/health", "/health/live", "/health/ready", "/ping"):
         assert client.get(path).json() == {"status": "ok"}
@@ -229,12 +229,12 @@ def test_models_version_load_and_health(client: httpx.Client) -> None:
             assert declared == set(re.findall(r"{(\w+)}", path)), path
 
 
-def test_an_idle_server_uses_less_than_one_percent_of_a_cpu(server: ServerProcess, client: httpx.Client) -> None:
+def test_an_idle_server_uses_less_than_one_percent_of_a_cpu(server: ServerProcess, client: httpx2.Client) -> None:
     wait_idle(client)
     assert_idle(server)
 
 
-def test_the_playground_is_one_file_that_connects_to_this_server_only(client: httpx.Client) -> None:
+def test_the_playground_is_one_file_that_connects_to_this_server_only(client: httpx2.Client) -> None:
     answer = client.get("/", headers={"Accept": "text/html,*/*"})  # as browsers do
     assert answer.headers["content-type"].startswith("text/html")
     assert "connect-src 'self'" in answer.headers["content-security-policy"]
@@ -247,7 +247,7 @@ def test_the_playground_is_one_file_that_connects_to_this_server_only(client: ht
         assert f'id="{name}"' in answer.text
 
 
-def test_metrics_have_few_label_values(client: httpx.Client, server: ServerProcess) -> None:
+def test_metrics_have_few_label_values(client: httpx2.Client, server: ServerProcess) -> None:
     client.post("/v1/completions", json=STORY)
     for i in range(20):
         client.get(f"/made/up/{i}")
@@ -260,7 +260,7 @@ def test_metrics_have_few_label_values(client: httpx.Client, server: ServerProce
     assert "other" in handlers and len(handlers) < 25
 
 
-def test_multi_byte_characters_are_not_split_between_chunks(client: httpx.Client) -> None:
+def test_multi_byte_characters_are_not_split_between_chunks(client: httpx2.Client) -> None:
     """Whatever bytes the model generates, chunks are valid text, and add up to the text of the whole answer."""
     ask = {
         "model": "demo",

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from tests.helpers.plugins import ROOT, write_metadata
@@ -45,12 +45,12 @@ def server_with_plugins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 @pytest.fixture(scope="module")
-def client(server_with_plugins: ServerProcess) -> Iterator[httpx.Client]:
+def client(server_with_plugins: ServerProcess) -> Iterator[httpx2.Client]:
     with server_with_plugins.client(headers=KEY) as client:
         yield client
 
 
-def test_answers_are_ranked_by_the_log_probabilities_of_the_model(client: httpx.Client) -> None:
+def test_answers_are_ranked_by_the_log_probabilities_of_the_model(client: httpx2.Client) -> None:
     ranked = client.post("/plugins/answers/rank", json=RANK).json()["answers"]
     assert {entry["answer"] for entry in ranked} == set(RANK["answers"])
     expected = {}
@@ -65,7 +65,7 @@ def test_answers_are_ranked_by_the_log_probabilities_of_the_model(client: httpx.
     assert [entry["answer"] for entry in ranked] == sorted(expected, key=lambda answer: -expected[answer])
 
 
-def test_a_stream_has_the_lines_of_a_completion(client: httpx.Client) -> None:
+def test_a_stream_has_the_lines_of_a_completion(client: httpx2.Client) -> None:
     body = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 60}
     expected = client.post("/v1/completions", json=body).json()["choices"][0]["text"].split("\n")
     ask = {"question": body["prompt"], "max_tokens": 60}
@@ -89,7 +89,7 @@ def test_a_stream_has_the_lines_of_a_completion(client: httpx.Client) -> None:
     ],
 )
 def test_errors_have_the_servers_format(
-    client: httpx.Client, method: str, path: str, body: object, status: int
+    client: httpx2.Client, method: str, path: str, body: object, status: int
 ) -> None:
     answer = client.request(method, f"/plugins/answers/{path}", json=body)
     assert answer.status_code == status, answer.text
@@ -97,7 +97,7 @@ def test_errors_have_the_servers_format(
 
 
 def test_its_routes_need_the_key_and_are_in_the_openapi_schema(
-    server_with_plugins: ServerProcess, client: httpx.Client
+    server_with_plugins: ServerProcess, client: httpx2.Client
 ) -> None:
     assert client.get("/plugins/answers/count", params={"text": "a b"}).json()["count"] > 0
     with server_with_plugins.client() as stranger:
@@ -112,7 +112,7 @@ def test_its_routes_need_the_key_and_are_in_the_openapi_schema(
 
 
 def test_fields_that_a_route_does_not_know_are_reported(
-    client: httpx.Client, server_with_plugins: ServerProcess
+    client: httpx2.Client, server_with_plugins: ServerProcess
 ) -> None:
     answer = client.post("/plugins/answers/rank", json={**RANK, "questoin": "x"})
     assert answer.status_code == 200 and answer.headers["x-mvllm-unknown-fields"] == "questoin"
@@ -126,7 +126,7 @@ def test_fields_that_a_route_does_not_know_are_reported(
     assert "unknown field topk of a request to /v1/completions. Did you mean top_k?" in server_with_plugins.log
 
 
-def test_the_chat_template_selects_the_tool_parser(client: httpx.Client, server_with_plugins: ServerProcess) -> None:
+def test_the_chat_template_selects_the_tool_parser(client: httpx2.Client, server_with_plugins: ServerProcess) -> None:
     """Not about plugins: this server's template contains a tool-call format."""
     assert "Tool call parser hermes: the chat template shows" in server_with_plugins.log
     ask = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL], "max_tokens": 2}
@@ -134,7 +134,7 @@ def test_the_chat_template_selects_the_tool_parser(client: httpx.Client, server_
 
 
 def test_a_plugin_that_raises_while_loading_loses_only_its_own_routes(
-    server_with_plugins: ServerProcess, client: httpx.Client
+    server_with_plugins: ServerProcess, client: httpx2.Client
 ) -> None:
     for path in ("/plugins/acme/rank", "/plugins/acme/anything/else"):
         answer = client.get(path)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 
@@ -25,7 +25,7 @@ MESSAGES = [{"role": "user", "content": [text_part("what"), image_part(picture()
 QUERY = f"Query: which?{PADDING * 10}\n"
 
 
-def serve(folder: Path, model: Path) -> Iterator[httpx.Client]:
+def serve(folder: Path, model: Path) -> Iterator[httpx2.Client]:
     before = shared_memory_names()
     settings = ("--dtype", "float32", "--max-model-len", "512", "--platform", "cpu", *SMALL)
     with ServerProcess(folder, str(model), "--port", "0", "--served-model-name", "it", *settings) as server:
@@ -41,30 +41,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_vector(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def one_vector(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     yield from serve(tmp_path_factory.mktemp("one"), model)
 
 
 @pytest.fixture(scope="module")
-def of_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def of_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     yield from serve(tmp_path_factory.mktemp("tokens"), retrieval_oracle("colqwen2").folder)
 
 
-def ask(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+def ask(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
     answer = client.post(path, json={"model": "it", **body})
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
 
 
-def error(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+def error(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
     answer = client.post(path, json={"model": "it", **body})
     assert answer.status_code == 400, answer.text
     found: dict[str, Any] = answer.json()["error"]
     return found
 
 
-def test_a_conversation_with_an_image_is_one_prompt(one_vector: httpx.Client, model: Path) -> None:
+def test_a_conversation_with_an_image_is_one_prompt(one_vector: httpx2.Client, model: Path) -> None:
     rendered = "[user] what\n<image>\n"
     prompts = [
         TextPrompt(prompt=rendered + end, multi_modal_data={"image": picture()}, add_special_tokens=special)
@@ -86,7 +86,7 @@ def test_a_conversation_with_an_image_is_one_prompt(one_vector: httpx.Client, mo
     assert "truncate_prompt_tokens cannot be combined with images" in cut["message"]
 
 
-def test_documents_with_images_are_scored_and_sorted(one_vector: httpx.Client) -> None:
+def test_documents_with_images_are_scored_and_sorted(one_vector: httpx2.Client) -> None:
     documents = [{"content": [image_part(picture(color))]} for color in ("red", "blue")]
     answer = ask(one_vector, "/score", text_1="red", text_2=[*documents, "red"])
     scores = [each["score"] for each in answer["data"]]
@@ -98,7 +98,7 @@ def test_documents_with_images_are_scored_and_sorted(one_vector: httpx.Client) -
     assert unknown["param"] == "text_2" and "found 'file'" in unknown["message"]
 
 
-def test_a_model_with_a_vector_for_each_token(of_tokens: httpx.Client) -> None:
+def test_a_model_with_a_vector_for_each_token(of_tokens: httpx2.Client) -> None:
     document = {"content": [image_part(picture()), text_part(IMAGE_PROMPT)]}
     answer = ask(of_tokens, "/score", queries=QUERY, documents=document)
     vectors = np.array(ask(of_tokens, "/pooling", input=QUERY)["data"][0]["data"])

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import openai
 import psutil
@@ -96,12 +96,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
+def client(server: ServerProcess) -> Iterator[httpx2.Client]:
     with server.client() as client:
         yield client
 
 
-def content(response: httpx.Response) -> str:
+def content(response: httpx2.Response) -> str:
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["message"]["content"])
 
@@ -110,7 +110,7 @@ def processors(server: ServerProcess) -> list[psutil.Process]:
     return [each for each in tagged_processes(server.tag) if PROCESSOR in " ".join(each.cmdline())]
 
 
-def test_images_of_every_origin_are_the_same_image(client: httpx.Client, server: ServerProcess, site: str) -> None:
+def test_images_of_every_origin_are_the_same_image(client: httpx2.Client, server: ServerProcess, site: str) -> None:
     answers = {
         content(client.post("/v1/chat/completions", json=chat(text_part("what"), image_part(each))))
         for each in (picture(), f"{site}/picture.png", f"{site}/to/{site}/picture.png", "picture.png")
@@ -137,14 +137,14 @@ def test_the_openai_client_with_two_images_and_a_stream(server: ServerProcess) -
     assert other.choices[0].message.content != whole.choices[0].message.content
 
 
-def test_a_placeholder_in_the_text_is_text(client: httpx.Client) -> None:
+def test_a_placeholder_in_the_text_is_text(client: httpx2.Client) -> None:
     one, two = chat(image_part(picture()), text_part("what")), chat(image_part(picture()), text_part("what <image>"))
     counts = [client.post("/tokenize", json={"messages": each["messages"]}).json()["count"] for each in (one, two)]
     assert counts[0] + 2 <= counts[1] <= counts[0] + len(" <image>")
     assert content(client.post("/v1/chat/completions", json=two))
 
 
-def test_embeddings_as_a_prompt(client: httpx.Client) -> None:
+def test_embeddings_as_a_prompt(client: httpx2.Client) -> None:
     values = np.random.default_rng(0).normal(size=(5, TEXT["hidden_size"])).astype(np.float32)
     file = io.BytesIO()
     np.save(file, values)
@@ -194,7 +194,7 @@ HOSTILE: dict[str, Callable[[str], list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_contents_are_refused_in_one_sentence(
-    name: str, client: httpx.Client, server: ServerProcess, site: str
+    name: str, client: httpx2.Client, server: ServerProcess, site: str
 ) -> None:
     good = chat(text_part("what"), image_part(picture()))
     expected = content(client.post("/v1/chat/completions", json=good))
@@ -216,7 +216,7 @@ def server_memory(server: ServerProcess) -> int:
     return sum(each.memory_info().rss for each in tagged_processes(server.tag))
 
 
-def test_a_killed_processor_is_replaced(client: httpx.Client, server: ServerProcess) -> None:
+def test_a_killed_processor_is_replaced(client: httpx2.Client, server: ServerProcess) -> None:
     content(client.post("/v1/chat/completions", json=chat(image_part(picture()))))
     [processor] = processors(server)
     os.kill(processor.pid, signal.SIGKILL)
@@ -225,7 +225,7 @@ def test_a_killed_processor_is_replaced(client: httpx.Client, server: ServerProc
     assert after.pid != processor.pid
 
 
-def test_metrics_and_the_schema_know_of_items(client: httpx.Client) -> None:
+def test_metrics_and_the_schema_know_of_items(client: httpx2.Client) -> None:
     content(client.post("/v1/chat/completions", json=chat(image_part(picture("yellow")))))
     content(client.post("/v1/chat/completions", json=chat(image_part(picture("yellow")))))
     values = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if not line.startswith("#"))
@@ -236,7 +236,7 @@ def test_metrics_and_the_schema_know_of_items(client: httpx.Client) -> None:
     assert "mm_processor_kwargs" in schema and "prompt_embeds" in schema
 
 
-def test_a_cache_salt_separates_images(client: httpx.Client) -> None:
+def test_a_cache_salt_separates_images(client: httpx2.Client) -> None:
     def hits() -> list[float]:
         lines = client.get("/metrics").text.splitlines()
         values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))

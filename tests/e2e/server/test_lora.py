@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -60,12 +60,12 @@ def server(adapters: Adapters, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
+def client(server: ServerProcess) -> Iterator[httpx2.Client]:
     with server.client() as client:
         yield client
 
 
-def generated(client: httpx.Client, model: str) -> list[int]:
+def generated(client: httpx2.Client, model: str) -> list[int]:
     settings = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
     answer = client.post("/v1/completions", json={"model": model, "prompt": PROMPT, **settings})
     assert answer.status_code == 200, answer.text
@@ -74,16 +74,16 @@ def generated(client: httpx.Client, model: str) -> list[int]:
     return tokens
 
 
-def post(client: httpx.Client, path: str, key: str | None = ADMIN, **body: Any) -> httpx.Response:
+def post(client: httpx2.Client, path: str, key: str | None = ADMIN, **body: Any) -> httpx2.Response:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     return client.post(path, json=body, headers=headers)
 
 
-def cards(client: httpx.Client) -> dict[str, Any]:
+def cards(client: httpx2.Client) -> dict[str, Any]:
     return {card["id"]: card for card in client.get("/v1/models").json()["data"]}
 
 
-def test_an_adapter_is_a_model_with_its_own_name(client: httpx.Client, adapters: Adapters) -> None:
+def test_an_adapter_is_a_model_with_its_own_name(client: httpx2.Client, adapters: Adapters) -> None:
     listed = cards(client)
     assert list(listed) == ["plain", "first"]
     assert listed["first"]["parent"] == "plain" and listed["first"]["root"] == str(adapters.paths["a"])
@@ -97,7 +97,7 @@ def test_an_adapter_is_a_model_with_its_own_name(client: httpx.Client, adapters:
     assert answer["model"] == "first", answer
 
 
-def test_administrators_load_and_unload_adapters(client: httpx.Client, adapters: Adapters) -> None:
+def test_administrators_load_and_unload_adapters(client: httpx2.Client, adapters: Adapters) -> None:
     path = str(adapters.paths["b"])
     assert post(client, "/v1/load_lora_adapter", None, lora_name="second", lora_path=path).status_code == 403
     assert post(client, "/v1/unload_lora_adapter", None, lora_name="first").status_code == 403
@@ -121,7 +121,7 @@ def test_administrators_load_and_unload_adapters(client: httpx.Client, adapters:
 
 
 def test_an_adapter_that_cannot_be_loaded_is_an_error_and_the_server_continues(
-    client: httpx.Client, adapters: Adapters, tmp_path: Path
+    client: httpx2.Client, adapters: Adapters, tmp_path: Path
 ) -> None:
     nan = write_adapter(tmp_path / "nan", adapters.checkpoint, targets=("q_proj",), size=float("nan"))
     for path, words in ((str(tmp_path / "nowhere"), "no adapter folder"), (str(nan), "NaN")):
@@ -134,7 +134,7 @@ def test_an_adapter_that_cannot_be_loaded_is_an_error_and_the_server_continues(
 
 
 def test_administrators_pause_the_engine_and_replace_its_weights(
-    client: httpx.Client, adapters: Adapters, tmp_path: Path
+    client: httpx2.Client, adapters: Adapters, tmp_path: Path
 ) -> None:
     """In this file because its server has an administrator's key. The old weights are restored at the end."""
     changed = changed_copy(adapters.checkpoint, tmp_path / "changed")

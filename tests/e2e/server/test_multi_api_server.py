@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -28,12 +28,12 @@ def process(server: ServerProcess, name: str) -> psutil.Process:
     return found
 
 
-def clients_of_each(server: ServerProcess, stack: ExitStack, count: int = 2) -> list[httpx.Client]:
+def clients_of_each(server: ServerProcess, stack: ExitStack, count: int = 2) -> list[httpx2.Client]:
     """One client per API server, with one connection to it: the other servers are suspended while it connects."""
     servers = [process(server, f"ApiServer_{index}") for index in range(count)]
     clients = []
     for one in servers:
-        client = stack.enter_context(server.client(limits=httpx.Limits(max_connections=1, keepalive_expiry=600)))
+        client = stack.enter_context(server.client(limits=httpx2.Limits(max_connections=1, keepalive_expiry=600)))
         for other in servers:
             if other != one:
                 stop_process(other.pid)
@@ -55,24 +55,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def both(server: ServerProcess) -> Iterator[list[httpx.Client]]:
+def both(server: ServerProcess) -> Iterator[list[httpx2.Client]]:
     with ExitStack() as stack:
         yield clients_of_each(server, stack)
 
 
-def complete(client: httpx.Client, prompt: str, **more: object) -> dict:
+def complete(client: httpx2.Client, prompt: str, **more: object) -> dict:
     answer = client.post("/v1/completions", json={"prompt": prompt, "temperature": 0, "max_tokens": 24, **more})
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def counter(client: httpx.Client, name: str) -> float:
+def counter(client: httpx2.Client, name: str) -> float:
     found = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name)]
     assert len(found) == 1, found
     return float(found[0].split()[-1])
 
 
-def test_tokens_are_those_of_a_request_alone_on_each_server(server: ServerProcess, both: list[httpx.Client]) -> None:
+def test_tokens_are_those_of_a_request_alone_on_each_server(server: ServerProcess, both: list[httpx2.Client]) -> None:
     before = settled_pids(server)
     prompts = [f"{index} little dogs went to the river and" for index in range(12)]
     alone = [complete(both[0], prompt)["choices"][0]["text"] for prompt in prompts]
@@ -87,7 +87,7 @@ def test_tokens_are_those_of_a_request_alone_on_each_server(server: ServerProces
     wait_until(lambda: server.pids() == before, 120, "the same processes run")
 
 
-def test_metrics_of_each_api_server_cover_all_of_them(both: list[httpx.Client]) -> None:
+def test_metrics_of_each_api_server_cover_all_of_them(both: list[httpx2.Client]) -> None:
     names = ("mvllm:generation_tokens_total", "mvllm:e2e_request_latency_seconds_count")
     completions = 'mvllm:http_requests_total{handler="/v1/completions",method="POST",status="2xx"}'
     complete(both[0], "One")
@@ -106,7 +106,7 @@ def test_metrics_of_each_api_server_cover_all_of_them(both: list[httpx.Client]) 
 
 
 def test_running_requests_are_seen_by_both_servers_and_counted_once(
-    server: ServerProcess, both: list[httpx.Client]
+    server: ServerProcess, both: list[httpx2.Client]
 ) -> None:
     for client in both:
         wait_idle(client)
@@ -116,7 +116,7 @@ def test_running_requests_are_seen_by_both_servers_and_counted_once(
         for client in both:
             seen: list[tuple[int, int]] = []
 
-            def once(client: httpx.Client = client, seen: list = seen) -> bool:
+            def once(client: httpx2.Client = client, seen: list = seen) -> bool:
                 load = client.get("/load").json()
                 seen.append((load["server_load"], load["num_requests_running"]))
                 return seen[-1] == (1, 1)
@@ -127,7 +127,7 @@ def test_running_requests_are_seen_by_both_servers_and_counted_once(
         wait_idle(client)
 
 
-def test_both_servers_may_have_requests_with_the_same_id(both: list[httpx.Client]) -> None:
+def test_both_servers_may_have_requests_with_the_same_id(both: list[httpx2.Client]) -> None:
     prompts = ["A cat sat on", "The moon is a"]
     alone = [complete(both[0], prompt)["choices"][0]["text"] for prompt in prompts]
 
@@ -145,7 +145,7 @@ def test_both_servers_may_have_requests_with_the_same_id(both: list[httpx.Client
             assert list(pool.map(ask, range(2))) == alone
 
 
-def test_sleep_on_one_server_applies_to_both(both: list[httpx.Client]) -> None:
+def test_sleep_on_one_server_applies_to_both(both: list[httpx2.Client]) -> None:
     key = {"Authorization": "Bearer boss"}
     assert both[0].post("/sleep", headers=key).json() == {"is_sleeping": True}
     assert both[1].get("/is_sleeping", headers=key).json() == {"is_sleeping": True}
@@ -177,13 +177,13 @@ def test_other_users_can_reach_only_the_port(server: ServerProcess) -> None:
     assert all(not name or name.startswith("@") for name in unix), unix
 
 
-def test_an_idle_server_uses_less_than_one_percent_of_a_cpu(server: ServerProcess, both: list[httpx.Client]) -> None:
+def test_an_idle_server_uses_less_than_one_percent_of_a_cpu(server: ServerProcess, both: list[httpx2.Client]) -> None:
     for client in both:
         wait_idle(client)
     assert_idle(server)
 
 
-def test_the_death_of_the_coordinator_ends_the_server(server: ServerProcess, both: list[httpx.Client]) -> None:
+def test_the_death_of_the_coordinator_ends_the_server(server: ServerProcess, both: list[httpx2.Client]) -> None:
     """Must be the last test: it ends the server of this module."""
     for rank in range(2):
         stop_process(process(server, f"EngineCore_DP{rank}").pid)  # so that the request stays in flight
@@ -218,7 +218,7 @@ def test_when_an_api_server_dies_or_hangs_the_others_finish_their_requests(tmp_p
         core.resume()
         chunks = [json.loads(line[6:]) for line in streams[0].iter_lines() if line.startswith("data: {")]
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-        with pytest.raises(httpx.HTTPError):
+        with pytest.raises(httpx2.HTTPError):
             list(streams[1].iter_lines())
         assert server.wait() == 1
     said = "no sign of life within 8 s" if number == signal.SIGSTOP else "SIGKILL"
@@ -253,8 +253,8 @@ def test_after_sigterm_all_requests_finish(tmp_path: Path) -> None:
     arguments = ("--uds", str(path), *TWO_AND_TWO, "--shutdown-timeout", "300", *SMALL)
     with ServerProcess(tmp_path, "demo", *arguments) as server, ExitStack() as stack:
         server.wait_ready()
-        transport = httpx.HTTPTransport(uds=str(path))
-        client = stack.enter_context(httpx.Client(transport=transport, base_url="http://server", timeout=120))
+        transport = httpx2.HTTPTransport(uds=str(path))
+        client = stack.enter_context(httpx2.Client(transport=transport, base_url="http://server", timeout=120))
         cores = [process(server, f"EngineCore_DP{rank}") for rank in range(2)]
         for core in cores:
             stop_process(core.pid)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 
@@ -21,7 +21,7 @@ DOCUMENTS = ["it is this one", "no", "x y z", "which one, then", "a b c " * 10]
 CLOSE = {"atol": 1e-5, "rtol": 0}
 
 
-def serve(tmp_path_factory: pytest.TempPathFactory, architecture: str) -> Iterator[httpx.Client]:
+def serve(tmp_path_factory: pytest.TempPathFactory, architecture: str) -> Iterator[httpx2.Client]:
     before = shared_memory_names()
     model = zoo.checkpoint(architecture, labels=1, tokenizer=True)
     folder = tmp_path_factory.mktemp("pooled")
@@ -33,13 +33,13 @@ def serve(tmp_path_factory: pytest.TempPathFactory, architecture: str) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     """A cross-encoder, which is a classifier with one label."""
     yield from serve(tmp_path_factory, "BertForSequenceClassification")
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     yield from serve(tmp_path_factory, "BertModel")
 
 
@@ -57,7 +57,7 @@ def vectors() -> np.ndarray:
         return np.array([output.outputs.embedding for output in llm.embed([QUERY, *DOCUMENTS], use_tqdm=False)])
 
 
-def ask(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+def ask(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
     answer = client.post(path, json={"model": "it", **body})
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
@@ -70,7 +70,7 @@ def scores_of(answer: dict[str, Any]) -> list[float]:
     return [each["score"] for each in answer["data"]]
 
 
-def test_a_cross_encoder_scores_pairs(judge: httpx.Client, judge_scores: np.ndarray) -> None:
+def test_a_cross_encoder_scores_pairs(judge: httpx2.Client, judge_scores: np.ndarray) -> None:
     for path in ("/score", "/v1/score"):
         np.testing.assert_allclose(scores_of(ask(judge, path, text_1=QUERY, text_2=DOCUMENTS)), judge_scores, **CLOSE)
     pairs = ask(judge, "/score", queries=[QUERY] * 2, documents=DOCUMENTS[:2])
@@ -83,7 +83,7 @@ def test_a_cross_encoder_scores_pairs(judge: httpx.Client, judge_scores: np.ndar
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-def test_documents_are_sorted_by_relevance(judge: httpx.Client, judge_scores: np.ndarray, path: str) -> None:
+def test_documents_are_sorted_by_relevance(judge: httpx2.Client, judge_scores: np.ndarray, path: str) -> None:
     order = np.argsort(-judge_scores).tolist()
     results = ask(judge, path, query=QUERY, documents=DOCUMENTS)["results"]
     assert [each["index"] for each in results] == order
@@ -94,7 +94,7 @@ def test_documents_are_sorted_by_relevance(judge: httpx.Client, judge_scores: np
     assert [each["index"] for each in best] == order[:2] and "document" not in best[0]
 
 
-def test_a_classifier_names_the_label(judge: httpx.Client) -> None:
+def test_a_classifier_names_the_label(judge: httpx2.Client) -> None:
     texts = [QUERY, DOCUMENTS[0]]
     answer = ask(judge, "/classify", input=texts)
     assert [(each["index"], each["label"], each["num_classes"]) for each in answer["data"]] == [
@@ -105,7 +105,7 @@ def test_a_classifier_names_the_label(judge: httpx.Client) -> None:
     assert [each["data"] for each in pooled["data"]] == [each["probs"] for each in answer["data"]]
 
 
-def test_an_encoder_returns_embeddings_and_scores(encoder: httpx.Client, vectors: np.ndarray) -> None:
+def test_an_encoder_returns_embeddings_and_scores(encoder: httpx2.Client, vectors: np.ndarray) -> None:
     texts = [QUERY, *DOCUMENTS]
     answer = ask(encoder, "/v1/embeddings", input=texts)
     np.testing.assert_allclose([each["embedding"] for each in answer["data"]], vectors, **CLOSE)
@@ -122,7 +122,7 @@ def test_an_encoder_returns_embeddings_and_scores(encoder: httpx.Client, vectors
     assert [each["index"] for each in ask(encoder, "/rerank", query=QUERY, documents=DOCUMENTS)["results"]] == order
 
 
-def test_truncate_prompt_tokens(encoder: httpx.Client) -> None:
+def test_truncate_prompt_tokens(encoder: httpx2.Client) -> None:
     long = "a " * 300
     refused = encoder.post("/v1/embeddings", json={"input": long})
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
@@ -132,7 +132,7 @@ def test_truncate_prompt_tokens(encoder: httpx.Client) -> None:
     assert ask(encoder, "/v1/embeddings", input=[long, "a"], truncate_prompt_tokens=9)["usage"]["prompt_tokens"] == 12
 
 
-def test_fields_of_other_engines_that_change_vectors(encoder: httpx.Client, vectors: np.ndarray) -> None:
+def test_fields_of_other_engines_that_change_vectors(encoder: httpx2.Client, vectors: np.ndarray) -> None:
     def embed(path: str = "/v1/embeddings", **fields: Any) -> np.ndarray:
         [entry] = ask(encoder, path, input=QUERY, **fields)["data"]
         given = entry["embedding" if path == "/v1/embeddings" else "data"]
@@ -151,7 +151,7 @@ def test_fields_of_other_engines_that_change_vectors(encoder: httpx.Client, vect
             np.testing.assert_allclose(found, vectors[0], atol=1e-3)
 
 
-def test_documents_may_be_cut_for_ranking(judge: httpx.Client, encoder: httpx.Client) -> None:
+def test_documents_may_be_cut_for_ranking(judge: httpx2.Client, encoder: httpx2.Client) -> None:
     long = "it is this one and much more of it " * 3
     for client in (judge, encoder):
         for num_tokens in (3, 1000):
@@ -208,14 +208,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "param"), REFUSED, ids=str)
-def test_invalid_fields_are_rejected_by_name(judge: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_rejected_by_name(judge: httpx2.Client, path: str, body: dict[str, Any], param: str) -> None:
     answer = judge.post(path, json=body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param and error["type"] == "BadRequestError" and error["message"]
 
 
-def test_invalid_bodies_are_rejected_and_the_server_continues(judge: httpx.Client) -> None:
+def test_invalid_bodies_are_rejected_and_the_server_continues(judge: httpx2.Client) -> None:
     json = {"content-type": "application/json"}
     for path in ("/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"):
         for body in (b"", b"{", b"[]", b"null", b'{"model": 3}', b"\xff", b"[" * 100_000):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -30,14 +30,14 @@ REQUESTS = random_requests(BODIES)
 
 
 @pytest.fixture(autouse=True)
-def works_as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
+def works_as_before(server: ServerProcess, client: httpx2.Client) -> Iterator[None]:
     before = settled_pids(server)
     yield
     assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
     wait_until(lambda: server.pids() == before, 120, "the same processes run")
 
 
-def check(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def check(client: httpx2.Client, path: str, body: dict[str, Any]) -> None:
     answer = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert answer.status_code in (200, 400, 404), (path, body, answer.text)
     if answer.status_code != 200:
@@ -53,14 +53,14 @@ _CHECKS = {"suppress_health_check": list(HealthCheck), "deadline": None}
 
 @settings(max_examples=150, **_CHECKS)
 @given(request=REQUESTS)
-def test_no_random_body_causes_a_500(client: httpx.Client, request: tuple[str, dict[str, Any]]) -> None:
+def test_no_random_body_causes_a_500(client: httpx2.Client, request: tuple[str, dict[str, Any]]) -> None:
     check(client, *request)
 
 
 @pytest.mark.exhaustive
 @settings(max_examples=5000, **_CHECKS)
 @given(request=REQUESTS)
-def test_none_of_many_random_bodies_causes_a_500(client: httpx.Client, request: tuple[str, dict[str, Any]]) -> None:
+def test_none_of_many_random_bodies_causes_a_500(client: httpx2.Client, request: tuple[str, dict[str, Any]]) -> None:
     check(client, *request)
 
 
@@ -70,8 +70,8 @@ async def traffic(url: str, num_requests: int, at_once: int, seed: int) -> dict[
     ended = {"answered": 0, "refused": 0, "left": 0}
     limit = asyncio.Semaphore(at_once)
     # Connections expire here before the server closes them: a request on a connection that is being closed is lost.
-    limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once, keepalive_expiry=1)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as client:
+    limits = httpx2.Limits(max_connections=at_once, max_keepalive_connections=at_once, keepalive_expiry=1)
+    async with httpx2.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as client:
 
         async def one(kind: float, seconds: float, stream: bool) -> None:
             body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": rng.choice((1, 8, 40)), "n": 1}
@@ -99,13 +99,13 @@ async def traffic(url: str, num_requests: int, at_once: int, seed: int) -> dict[
     return ended
 
 
-def check_resources(server: ServerProcess, client: httpx.Client, num_requests: int, at_once: int) -> None:
+def check_resources(server: ServerProcess, client: httpx2.Client, num_requests: int, at_once: int) -> None:
     """Warms up, records the server's resources, runs the traffic, and compares the resources."""
     me = psutil.Process(server.process.pid)
     processes = [me, server.engine_core()]
 
     def resources() -> tuple[list[int], list[int], int]:
-        gc.collect()  # httpx closes the connections of cancelled requests with their objects; the server has their ends
+        gc.collect()  # httpx2 closes connections of cancelled requests with their objects; the server has their ends
         wait_idle(client)
         time.sleep(1)
         lines = client.get("/metrics").text.splitlines()
@@ -137,11 +137,11 @@ def check_resources(server: ServerProcess, client: httpx.Client, num_requests: i
     assert all(float(line.split()[-1]) == 0 for line in metrics.splitlines() if "kv_cache_usage_perc{" in line)
 
 
-def test_no_state_is_left_after_300_requests(server: ServerProcess, client: httpx.Client) -> None:
+def test_no_state_is_left_after_300_requests(server: ServerProcess, client: httpx2.Client) -> None:
     check_resources(server, client, 300, 40)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-def test_no_state_is_left_after_20000_requests(server: ServerProcess, client: httpx.Client) -> None:
+def test_no_state_is_left_after_20000_requests(server: ServerProcess, client: httpx2.Client) -> None:
     check_resources(server, client, 20_000, 200)

@@ -6,7 +6,7 @@ import itertools
 import json
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.helpers.server import ServerProcess, wait_idle
@@ -16,7 +16,7 @@ STORY = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_t
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 6}
 
 
-def choices(client: httpx.Client, path: str = PATH, **ask: Any) -> list[dict[str, Any]]:
+def choices(client: httpx2.Client, path: str = PATH, **ask: Any) -> list[dict[str, Any]]:
     answer = client.post(path, json={**(CHAT if "chat" in path else STORY), **ask})
     assert answer.status_code == 200, answer.text
     found: list[dict[str, Any]] = answer.json()["choices"]
@@ -24,7 +24,7 @@ def choices(client: httpx.Client, path: str = PATH, **ask: Any) -> list[dict[str
     return found
 
 
-def test_logit_bias_allowed_tokens_and_bad_words(client: httpx.Client) -> None:
+def test_logit_bias_allowed_tokens_and_bad_words(client: httpx2.Client) -> None:
     [free] = choices(client, return_token_ids=True)
     first, second = free["token_ids"][0], free["token_ids"][1]
     [biased] = choices(client, return_token_ids=True, logit_bias={str(second): 100})
@@ -36,7 +36,7 @@ def test_logit_bias_allowed_tokens_and_bad_words(client: httpx.Client) -> None:
     assert f" {word}" not in without["text"] and not without["text"].startswith(word)
 
 
-def test_best_of_returns_the_most_probable_sequences(client: httpx.Client) -> None:
+def test_best_of_returns_the_most_probable_sequences(client: httpx2.Client) -> None:
     ask = {"temperature": 1.2, "seed": 7, "logprobs": 0}
     every = choices(client, n=5, **ask)
     ranked = sorted(every, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
@@ -48,7 +48,7 @@ def test_best_of_returns_the_most_probable_sequences(client: httpx.Client) -> No
     assert client.post(PATH, json={**STORY, **ask, "best_of": 1, "stream": True}).status_code == 200
 
 
-def test_beam_search(client: httpx.Client) -> None:
+def test_beam_search(client: httpx2.Client) -> None:
     search = {"use_beam_search": True, "beam_width": 4, "n": 3, "length_penalty": 0.5, "early_stopping": "never"}
     found = choices(client, logprobs=0, **search)
     sums = [sum(choice["logprobs"]["token_logprobs"]) for choice in found]
@@ -66,14 +66,14 @@ def test_beam_search(client: httpx.Client) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "top_p"
 
 
-def test_a_disconnect_aborts_a_beam_search(server: ServerProcess, client: httpx.Client) -> None:
+def test_a_disconnect_aborts_a_beam_search(server: ServerProcess, client: httpx2.Client) -> None:
     ask = {**STORY, "use_beam_search": True, "beam_width": 32, "max_tokens": 1000}
-    with pytest.raises(httpx.ReadTimeout):
-        client.post(PATH, json=ask, timeout=httpx.Timeout(30, read=0.05))
+    with pytest.raises(httpx2.ReadTimeout):
+        client.post(PATH, json=ask, timeout=httpx2.Timeout(30, read=0.05))
     wait_idle(client)
 
 
-def test_a_guided_choice_has_its_log_probabilities_without_guidance(client: httpx.Client) -> None:
+def test_a_guided_choice_has_its_log_probabilities_without_guidance(client: httpx2.Client) -> None:
     guided = {"guidance_scale": 2, "negative_prompt": "The dog", "temperature": 1, "seed": 3, "return_token_ids": True}
     [found] = choices(client, **guided, logprobs=0)
     assert len(found["conditional_logprobs"]) == len(found["token_ids"]) == 8
@@ -98,7 +98,7 @@ def test_a_guided_choice_has_its_log_probabilities_without_guidance(client: http
         assert [*itertools.chain(*parts)] == pytest.approx(expected["conditional_logprobs"], abs=1e-4)
 
 
-def test_truncate_prompt_tokens(client: httpx.Client) -> None:
+def test_truncate_prompt_tokens(client: httpx2.Client) -> None:
     [short] = choices(client, prompt=[8, 9, 10, 11])
     answer = client.post(
         PATH, json={**STORY, "prompt": [5] * 5000 + [8, 9, 10, 11], "truncate_prompt_tokens": 4}
@@ -111,11 +111,11 @@ def test_truncate_prompt_tokens(client: httpx.Client) -> None:
     assert chat["usage"]["prompt_tokens"] == 2
 
 
-def test_vllm_xargs_are_accepted_and_have_no_effect_without_a_plugin(client: httpx.Client) -> None:
+def test_vllm_xargs_are_accepted_and_have_no_effect_without_a_plugin(client: httpx2.Client) -> None:
     assert choices(client, vllm_xargs={"no_repeat_ngram_size": 2, "more": ["x"]}) == choices(client)
 
 
-def test_long_lists_for_many_sequences_are_rejected_at_once(server: ServerProcess, client: httpx.Client) -> None:
+def test_long_lists_for_many_sequences_are_rejected_at_once(server: ServerProcess, client: httpx2.Client) -> None:
     """They would be checked and sent for each sequence, and block other requests for half a minute."""
     words = ["ab cd ef " * 8 + str(i) for i in range(128)]
     many = {"prompt": [[5]] * 2048, "max_tokens": 1}
@@ -131,7 +131,7 @@ def test_long_lists_for_many_sequences_are_rejected_at_once(server: ServerProces
     assert len(choices(client, prompt=[[5], [6], [7]], bad_words=words, n=1)) == 3
 
 
-def test_settings_that_allow_no_token_are_a_client_error(client: httpx.Client) -> None:
+def test_settings_that_allow_no_token_are_a_client_error(client: httpx2.Client) -> None:
     for ask, name in (
         ({"allowed_token_ids": [5], "min_tokens": 3, "stop_token_ids": [5]}, "allowed_token_ids"),
         ({"bad_words": ["a"], "structured_outputs": {"choice": ["a"]}}, "bad_words"),

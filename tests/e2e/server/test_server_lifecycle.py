@@ -9,7 +9,7 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -96,8 +96,8 @@ def test_a_full_queue_is_429_and_sigterm_lets_requests_finish(tmp_path: Path) ->
         server.wait_ready()
         assert len(re.findall(r"Platform \w+, from mvllm-.*: .*\.\n", server.log)) == 1
         core = server.engine_core()
-        transport = httpx.HTTPTransport(uds=str(socket_path))
-        with httpx.Client(transport=transport, base_url="http://server", timeout=120) as client, ExitStack() as stack:
+        transport = httpx2.HTTPTransport(uds=str(socket_path))
+        with httpx2.Client(transport=transport, base_url="http://server", timeout=120) as client, ExitStack() as stack:
             stop_process(core.pid)  # so that the requests stay in flight
             ask = {**LONG, "stream": True}
             streams = [stack.enter_context(client.stream("POST", "/v1/completions", json=ask)) for _ in range(2)]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import httpx
+import httpx2
 import openai
 import pytest
 from openai import OpenAI
@@ -48,7 +48,7 @@ class City(BaseModel):
 
 
 @pytest.fixture(autouse=True)
-def works_as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
+def works_as_before(server: ServerProcess, client: httpx2.Client) -> Iterator[None]:
     with as_before(server, client):
         yield
 
@@ -59,14 +59,14 @@ def sdk(server: ServerProcess) -> Iterator[OpenAI]:
         yield sdk
 
 
-def events(client: httpx.Client, path: str, ask: dict[str, Any]) -> list[dict[str, Any]]:
+def events(client: httpx2.Client, path: str, ask: dict[str, Any]) -> list[dict[str, Any]]:
     answer = client.post(path, json={**ask, "stream": True})
     assert answer.status_code == 200, answer.text
     assert answer.text.endswith("data: [DONE]\n\n")
     return [json.loads(line[6:])["choices"][0] for line in answer.text.split("\n\n") if line.startswith("data: {")]
 
 
-def complete_and_stream(client: httpx.Client, path: str, ask: dict[str, Any]) -> tuple[str, str]:
+def complete_and_stream(client: httpx2.Client, path: str, ask: dict[str, Any]) -> tuple[str, str]:
     """Text and finish reason of an answer; asserts that the streamed answer is the same."""
     answer = client.post(path, json=ask)
     assert answer.status_code == 200, answer.text
@@ -80,7 +80,7 @@ def complete_and_stream(client: httpx.Client, path: str, ask: dict[str, Any]) ->
     return text, choice["finish_reason"]
 
 
-def error_of_400(client: httpx.Client, path: str, ask: dict[str, Any]) -> dict[str, Any]:
+def error_of_400(client: httpx2.Client, path: str, ask: dict[str, Any]) -> dict[str, Any]:
     """The error of a 400; asserts that a stream gets the same."""
     answers = [client.post(path, json={**ask, "stream": stream}) for stream in (False, True)]
     assert [answer.status_code for answer in answers] == [400, 400], [answer.text for answer in answers]
@@ -106,25 +106,25 @@ def test_parse_returns_a_pydantic_model(sdk: OpenAI) -> None:
 
 @pytest.mark.parametrize(("path", "ask"), [(COMPLETIONS, STORY), (CHAT, QUESTION)], ids=["completions", "chat"])
 class TestForms:
-    def test_a_schema(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+    def test_a_schema(self, client: httpx2.Client, path: str, ask: dict[str, Any]) -> None:
         text, reason = complete_and_stream(client, path, {**ask, "response_format": POINT_FORMAT, "max_tokens": ROOM})
         point = json.loads(text)
         assert reason == "stop" and list(point) == ["x", "on"]
         assert 0 <= point["x"] <= 99 and isinstance(point["on"], bool)
 
-    def test_an_object(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+    def test_an_object(self, client: httpx2.Client, path: str, ask: dict[str, Any]) -> None:
         text, reason = complete_and_stream(client, path, {**ask, "response_format": {"type": "json_object"}})
         assert text.startswith("{") and (reason == "length" or isinstance(json.loads(text), dict))
 
     def test_response_format_text_leaves_the_output_free(
-        self, client: httpx.Client, path: str, ask: dict[str, Any]
+        self, client: httpx2.Client, path: str, ask: dict[str, Any]
     ) -> None:
         ask = {**ask, "max_tokens": 12}
         free = complete_and_stream(client, path, ask)
         assert complete_and_stream(client, path, {**ask, "response_format": {"type": "text"}}) == free
         assert complete_and_stream(client, path, {**ask, "response_format": None, "structured_outputs": None}) == free
 
-    def test_a_pattern_a_choice_and_a_grammar(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+    def test_a_pattern_a_choice_and_a_grammar(self, client: httpx2.Client, path: str, ask: dict[str, Any]) -> None:
         text, reason = complete_and_stream(client, path, {**ask, "structured_outputs": {"regex": "[a-f]{3}-[0-9]{4}"}})
         assert re.fullmatch("[a-f]{3}-[0-9]{4}", text) and reason == "stop"
         choices = ["Rome", "Paris", 'the "sea"']
@@ -135,13 +135,13 @@ class TestForms:
         )
         assert re.fullmatch("a[0-9]b", text) and reason == "stop"
 
-    def test_a_constraint_after_reasoning(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+    def test_a_constraint_after_reasoning(self, client: httpx2.Client, path: str, ask: dict[str, Any]) -> None:
         """Free up to the first dot, like reasoning up to its end tag."""
         form = {"regex": "[0-9]{3}-[a-f]{2}", "thoughts_end": "."}
         text, reason = complete_and_stream(client, path, {**ask, "structured_outputs": form, "max_tokens": 300})
         assert re.fullmatch(r"[^.]*\.\s*[0-9]{3}-[a-f]{2}", text) and reason == "stop"
 
-    def test_a_structural_tag(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+    def test_a_structural_tag(self, client: httpx2.Client, path: str, ask: dict[str, Any]) -> None:
         """Every letter e triggers it, so the text contains many."""
         tag = {"begin": "e[", "schema": {"enum": [7, 8]}, "end": "]"}
         form = {"type": "structural_tag", "structures": [tag], "triggers": ["e"]}
@@ -149,7 +149,7 @@ class TestForms:
         assert "e[" in text and re.fullmatch(r"([^e]|e\[[78]\])*(e(\[([78]\]?)?)?)?", text)
 
     def test_the_deprecated_fields(
-        self, server: ServerProcess, client: httpx.Client, path: str, ask: dict[str, Any]
+        self, server: ServerProcess, client: httpx2.Client, path: str, ask: dict[str, Any]
     ) -> None:
         for more, pattern in (
             ({"guided_regex": "[a-f]{3}-[0-9]{4}"}, "[a-f]{3}-[0-9]{4}"),
@@ -182,12 +182,12 @@ class TestForms:
         ids=range(13),
     )
     def test_invalid_constraints_are_rejected_by_name(
-        self, client: httpx.Client, path: str, ask: dict[str, Any], more: dict[str, Any], param: str
+        self, client: httpx2.Client, path: str, ask: dict[str, Any], more: dict[str, Any], param: str
     ) -> None:
         assert error_of_400(client, path, {**ask, **more})["param"] == param
 
 
-def test_structured_output_applies_to_every_prompt_and_sequence(client: httpx.Client) -> None:
+def test_structured_output_applies_to_every_prompt_and_sequence(client: httpx2.Client) -> None:
     ask = {**STORY, "prompt": ["One", "Two", "Three"], "n": 2, "structured_outputs": {"regex": "[a-z]{2}[0-9]{4}"}}
     choices = client.post(COMPLETIONS, json=ask).json()["choices"]
     texts = [choice["text"] for choice in choices]
@@ -211,7 +211,7 @@ def test_structured_output_applies_to_every_prompt_and_sequence(client: httpx.Cl
     ids=["slow", "deep", "large", "left-recursive", "wide"],
 )
 def test_a_hostile_constraint_is_aborted_and_other_requests_are_answered(
-    server: ServerProcess, client: httpx.Client, form: dict[str, Any]
+    server: ServerProcess, client: httpx2.Client, form: dict[str, Any]
 ) -> None:
     """The limit is far above the 3 s of CPU time that compiling may take, and far below what these would take."""
     start = time.monotonic()
@@ -226,7 +226,7 @@ def test_a_hostile_constraint_is_aborted_and_other_requests_are_answered(
     )
 
 
-def test_an_ambiguous_grammar_is_an_error_of_its_request(client: httpx.Client) -> None:
+def test_an_ambiguous_grammar_is_an_error_of_its_request(client: httpx2.Client) -> None:
     """Each token makes the next more expensive, without limit."""
     form = {"grammar": 'start: s\ns: s s | "a" |'}
     answer = client.post(COMPLETIONS, json={**STORY, "max_tokens": 900, "min_tokens": 900, "structured_outputs": form})
@@ -236,10 +236,10 @@ def test_an_ambiguous_grammar_is_an_error_of_its_request(client: httpx.Client) -
 
 
 def test_other_requests_do_not_wait_for_a_slow_constraint_and_a_disconnect_aborts_it(
-    server: ServerProcess, client: httpx.Client
+    server: ServerProcess, client: httpx2.Client
 ) -> None:
     slow = {**STORY, "stream": True, "structured_outputs": {"json": {**SLOW, "multipleOf": 999979}}}
-    with server.client(timeout=0.3) as impatient, pytest.raises(httpx.TimeoutException):
+    with server.client(timeout=0.3) as impatient, pytest.raises(httpx2.TimeoutException):
         impatient.post(COMPLETIONS, json=slow)
     assert client.post(COMPLETIONS, json={**STORY, "max_tokens": 4}).status_code == 200
     wait_idle(client)
@@ -270,7 +270,7 @@ def ways_to_send(schema: Any) -> dict[str, tuple[str, dict[str, Any]]]:
     }  # fmt: skip
 
 
-def answers(client: httpx.Client, path: str, ask: dict[str, Any]) -> list[tuple[httpx.Response, dict[str, Any]]]:
+def answers(client: httpx2.Client, path: str, ask: dict[str, Any]) -> list[tuple[httpx2.Response, dict[str, Any]]]:
     """The whole answer, and the streamed one with the object that ends it."""
     whole, streamed = (client.post(path, json={**ask, "stream": stream}) for stream in (False, True))
     assert whole.status_code == streamed.status_code == 200, whole.text
@@ -281,7 +281,7 @@ def answers(client: httpx.Client, path: str, ask: dict[str, Any]) -> list[tuple[
 
 class TestWhatIsNotEnforced:
     @pytest.mark.parametrize("way", ways_to_send(TWICE))
-    def test_it_is_named_and_the_result_is_validated(self, client: httpx.Client, way: str) -> None:
+    def test_it_is_named_and_the_result_is_validated(self, client: httpx2.Client, way: str) -> None:
         path, ask = ways_to_send(TWICE)[way]
         for answer, last in answers(client, path, ask):
             assert answer.headers[NOT_ENFORCED] == "uniqueItems"
@@ -290,13 +290,13 @@ class TestWhatIsNotEnforced:
             for choice in last.get("choices", ()):
                 assert choice["finish_reason"] == "stop"
 
-    def test_a_result_that_satisfies_all_has_no_warning(self, client: httpx.Client) -> None:
+    def test_a_result_that_satisfies_all_has_no_warning(self, client: httpx2.Client) -> None:
         path, ask = ways_to_send({**EMPTY, "not": {"pattern": "x"}})["chat"]
         for answer, last in answers(client, path, ask):
             assert answer.headers[NOT_ENFORCED] == "not" and last["warnings"] == []
 
     @pytest.mark.parametrize("way", [way for way in ways_to_send(True) if way != "completions"])
-    def test_objects_have_no_keys_that_are_not_declared(self, client: httpx.Client, way: str) -> None:
+    def test_objects_have_no_keys_that_are_not_declared(self, client: httpx2.Client, way: str) -> None:
         path, ask = ways_to_send(ONE_KEY)[way]
         answer = client.post(path, json={**ask, "stream": False})
         assert NOT_ENFORCED not in answer.headers and "warnings" not in answer.json()
@@ -305,27 +305,27 @@ class TestWhatIsNotEnforced:
         assert objects and set(objects) == {'{"x":1}'}
 
     @pytest.mark.parametrize("way", ["completions", "tools"])
-    def test_an_unknown_format_is_an_annotation(self, client: httpx.Client, way: str) -> None:
+    def test_an_unknown_format_is_an_annotation(self, client: httpx2.Client, way: str) -> None:
         path, ask = ways_to_send({**EMPTY, "format": "path"})[way]
         for answer, last in answers(client, path, ask):
             assert answer.headers[NOT_ENFORCED] == "format" and "warnings" not in last
 
-    def test_a_truncated_result_is_not_validated(self, client: httpx.Client) -> None:
+    def test_a_truncated_result_is_not_validated(self, client: httpx2.Client) -> None:
         ask = {**STORY, "max_tokens": 2, "response_format": schema_format(TWICE)}
         answer = client.post(COMPLETIONS, json=ask)
         assert answer.json()["choices"][0]["finish_reason"] == "length" and "warnings" not in answer.json()
 
-    def test_each_prompts_results_are_validated(self, client: httpx.Client) -> None:
+    def test_each_prompts_results_are_validated(self, client: httpx2.Client) -> None:
         ask = {**STORY, "max_tokens": ROOM, "prompt": ["One", "Two"], "n": 2, "response_format": schema_format(TWICE)}
         for _, last in answers(client, COMPLETIONS, ask):
             assert len(last["warnings"]) == 1  # the same of all four
 
-    def test_it_is_validated_after_reasoning(self, client: httpx.Client) -> None:
+    def test_it_is_validated_after_reasoning(self, client: httpx2.Client) -> None:
         form = {"json": TWICE, "thoughts_end": "."}
         answer = client.post(COMPLETIONS, json={**STORY, "max_tokens": 400, "structured_outputs": form})
         assert "uniqueItems" in answer.json()["warnings"][0]
 
-    def test_strict_refuses_it_by_name(self, client: httpx.Client) -> None:
+    def test_strict_refuses_it_by_name(self, client: httpx2.Client) -> None:
         ask = {**QUESTION, "response_format": schema_format(TWICE, strict=True)}
         error = error_of_400(client, CHAT, ask)
         assert error["param"] == "response_format" and "uniqueItems at #" in error["message"]
@@ -334,7 +334,7 @@ class TestWhatIsNotEnforced:
         error = error_of_400(client, CHAT, ask)
         assert error["param"] == "tools" and "uniqueItems at #" in error["message"]
 
-    def test_strict_accepts_unknown_formats(self, client: httpx.Client) -> None:
+    def test_strict_accepts_unknown_formats(self, client: httpx2.Client) -> None:
         schema = {**EMPTY, "format": "binary"}
         ask = {**QUESTION, "max_tokens": ROOM, "response_format": schema_format(schema, strict=True)}
         assert client.post(CHAT, json=ask).json()["choices"][0]["message"]["content"] == '""'
@@ -346,14 +346,14 @@ class TestWhatIsNotEnforced:
 
 
 class TestForcedCalls:
-    def test_a_named_function_is_called(self, client: httpx.Client) -> None:
+    def test_a_named_function_is_called(self, client: httpx2.Client) -> None:
         ask = {**QUESTION, "tools": [WEATHER, CLOCK], "tool_choice": NAMED, "max_tokens": ROOM}
         [choice] = client.post(CHAT, json=ask).json()["choices"]
         [call] = choice["message"]["tool_calls"]
         assert call["function"]["name"] == "weather" and set(json.loads(call["function"]["arguments"])) == {"x", "on"}
         assert choice["finish_reason"] == "stop" and choice["message"]["content"] is None
 
-    def test_any_function_is_called(self, client: httpx.Client) -> None:
+    def test_any_function_is_called(self, client: httpx2.Client) -> None:
         tools = {"tools": [WEATHER, CLOCK], "tool_choice": "required", "parallel_tool_calls": False}
         ask = {**QUESTION, **tools, "max_tokens": ROOM}
         [choice] = client.post(CHAT, json=ask).json()["choices"]
@@ -366,7 +366,7 @@ class TestForcedCalls:
         assert (opening["function"]["name"], arguments) == (call["function"]["name"], call["function"]["arguments"])
         assert pieces[-1]["finish_reason"] == "tool_calls"
 
-    def test_a_truncated_call_has_finish_reason_length(self, client: httpx.Client) -> None:
+    def test_a_truncated_call_has_finish_reason_length(self, client: httpx2.Client) -> None:
         ask = {**QUESTION, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 3}
         assert client.post(CHAT, json=ask).json()["choices"][0]["finish_reason"] == "length"
 
@@ -381,11 +381,11 @@ class TestForcedCalls:
         ],
         ids=["no tools", "no such", "two forms", "no schema", "deep"],
     )
-    def test_invalid_tool_choices_are_rejected(self, client: httpx.Client, more: dict[str, Any], param: str) -> None:
+    def test_invalid_tool_choices_are_rejected(self, client: httpx2.Client, more: dict[str, Any], param: str) -> None:
         ask = {**QUESTION, "tools": [WEATHER], "tool_choice": "required", **more}
         assert error_of_400(client, CHAT, ask)["param"] == param
 
-    def test_structured_output_and_tool_choice_auto_exclude_each_other(self, client: httpx.Client) -> None:
+    def test_structured_output_and_tool_choice_auto_exclude_each_other(self, client: httpx2.Client) -> None:
         ask = {**QUESTION, "tools": [WEATHER], "response_format": POINT_FORMAT, "max_tokens": ROOM}
         assert error_of_400(client, CHAT, ask)["param"] == "response_format"
         assert json.loads(complete_and_stream(client, CHAT, {**ask, "tool_choice": "none"})[0]).keys() == {"x", "on"}

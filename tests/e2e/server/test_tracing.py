@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
@@ -115,12 +115,12 @@ def server(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
+def client(server: ServerProcess) -> Iterator[httpx2.Client]:
     with server.client(headers={"Authorization": "Bearer k"}) as client:
         yield client
 
 
-def test_a_request_is_a_trace_with_the_callers_parent(client: httpx.Client, collector: Collector) -> None:
+def test_a_request_is_a_trace_with_the_callers_parent(client: httpx2.Client, collector: Collector) -> None:
     answer = client.post("/v1/chat/completions", json=CHAT, headers={"traceparent": TRACEPARENT}).json()
     spans = collector.trace(TRACE)
     assert len(spans) == 5
@@ -148,14 +148,14 @@ def test_a_request_is_a_trace_with_the_callers_parent(client: httpx.Client, coll
     assert collector.paths == {"/v1/traces"} and collector.service["service.name"] == "stories"
 
 
-def test_no_content_is_in_a_span(client: httpx.Client, collector: Collector) -> None:
+def test_no_content_is_in_a_span(client: httpx2.Client, collector: Collector) -> None:
     trace, headers = traceparent(1)
     answer = client.post("/v1/completions", json={**STORY, "prompt": "A dog named"}, headers=headers).json()
     told = str(collector.trace(trace))
     assert "A dog named" not in told and answer["choices"][0]["text"].strip() not in told
 
 
-def test_each_prompt_of_a_stream_has_a_span(client: httpx.Client, collector: Collector) -> None:
+def test_each_prompt_of_a_stream_has_a_span(client: httpx2.Client, collector: Collector) -> None:
     trace, headers = traceparent(2)
     ask = {**STORY, "prompt": ["Once upon", "A dog"], "n": 2, "temperature": 1, "stream": True}
     assert client.post("/v1/completions", json=ask, headers=headers).text.endswith("[DONE]\n\n")
@@ -168,7 +168,7 @@ def test_each_prompt_of_a_stream_has_a_span(client: httpx.Client, collector: Col
         assert facts["gen_ai.usage.output_tokens"] == 24 and facts["gen_ai.request.choice.count"] == 2
 
 
-def test_a_disconnect_ends_the_spans(client: httpx.Client, collector: Collector) -> None:
+def test_a_disconnect_ends_the_spans(client: httpx2.Client, collector: Collector) -> None:
     trace, headers = traceparent(3)
     with client.stream(
         "POST", "/v1/completions", json={**STORY, "max_tokens": 900, "stream": True}, headers=headers
@@ -179,14 +179,14 @@ def test_a_disconnect_ends_the_spans(client: httpx.Client, collector: Collector)
     assert facts["gen_ai.response.finish_reasons"] == ["abort"] and 0 < facts["gen_ai.usage.output_tokens"] < 900
 
 
-def test_a_rejected_request_has_no_span_of_the_engine(client: httpx.Client, collector: Collector) -> None:
+def test_a_rejected_request_has_no_span_of_the_engine(client: httpx2.Client, collector: Collector) -> None:
     trace, headers = traceparent(4)
     assert client.post("/v1/completions", json={**STORY, "temperature": -1}, headers=headers).status_code == 400
     [root] = collector.trace(trace)
     assert attributes(root)["http.response.status_code"] == 400
 
 
-def test_an_unsampled_trace_has_no_spans(client: httpx.Client, collector: Collector) -> None:
+def test_an_unsampled_trace_has_no_spans(client: httpx2.Client, collector: Collector) -> None:
     """Traces without sampling, without a key, or on trivial routes have no spans; an invalid header does no harm."""
     unsampled, unknown, health = f"{5:032x}", f"{6:032x}", f"{7:032x}"
     for headers in ({"traceparent": f"00-{unsampled}-{CALLER}-00"}, {"traceparent": "00-" + "x" * 5000}):
@@ -201,7 +201,7 @@ def test_an_unsampled_trace_has_no_spans(client: httpx.Client, collector: Collec
 
 
 def test_a_collector_that_does_not_answer_loses_spans_but_no_request(
-    client: httpx.Client, collector: Collector, server: ServerProcess
+    client: httpx2.Client, collector: Collector, server: ServerProcess
 ) -> None:
     """More requests than the span queue holds are answered while the collector is silent. Must be the last test: the
     collector stops for good, and the server still shuts down cleanly."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
-import httpx
+import httpx2
 import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
@@ -102,18 +102,18 @@ class Server:
         *requests: tuple[str, str, dict[str, Any] | None],
         keys: Sequence[str] = (),
         headers: Mapping[str, str] | None = None,
-    ) -> list[httpx.Response]:
+    ) -> list[httpx2.Response]:
         """Sends requests (method, path, body) one after the other, each with the API key at its index of `keys`, and
         all with the same other headers.
 
         In a path or a body, `{id}` is replaced by the id in the last response that had one.
         """
 
-        async def run() -> list[httpx.Response]:
-            answers: list[httpx.Response] = []
+        async def run() -> list[httpx2.Response]:
+            answers: list[httpx2.Response] = []
             async with (
                 self._running_app() as app,
-                httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client,
+                httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client,
             ):
                 last = ""
                 for (method, path, body), key in itertools.zip_longest(requests, keys):
@@ -128,13 +128,13 @@ class Server:
 
         return asyncio.run(run())
 
-    def send(self, *requests: Mapping[str, Any]) -> list[httpx.Response]:
-        """Sends requests one after the other, each with the arguments of `httpx.AsyncClient.request`."""
+    def send(self, *requests: Mapping[str, Any]) -> list[httpx2.Response]:
+        """Sends requests one after the other, each with the arguments of `httpx2.AsyncClient.request`."""
 
-        async def run() -> list[httpx.Response]:
+        async def run() -> list[httpx2.Response]:
             async with (
                 self._running_app() as app,
-                httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client,
+                httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client,
             ):
                 return [await client.request(**{"method": "POST", **request}) for request in requests]
 
@@ -182,6 +182,6 @@ class Server:
             tokenizer_pool.close()
             await state.close()
 
-    def post(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> httpx.Response:
+    def post(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> httpx2.Response:
         [answer] = self.exchange(("POST", path, body))
         return answer

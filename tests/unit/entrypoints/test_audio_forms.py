@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import tracemalloc
 
-import httpx
+import httpx2
 import pytest
 
+from mvllm.entrypoints.openai.audio.audio_routes import read_fields
 from mvllm.entrypoints.openai.audio.form import parse_form
 from mvllm.entrypoints.openai.audio.formats import Segment, Transcription
-from mvllm.entrypoints.openai.audio.routes import read_fields
 from mvllm.entrypoints.openai.common.errors import APIError
 
 BINARY = bytes(range(256)) + b"\r\n--\r\n\r\n"
 
 
 def _form(**fields: str | list[str]) -> tuple[str, bytes]:
-    """Content type and body of a form with a file, as httpx writes it."""
-    request = httpx.Request("POST", "http://x", data=fields, files={"file": ('a "1".wav', BINARY, "audio/wav")})
+    """Content type and body of a form with a file, as httpx2 writes it."""
+    request = httpx2.Request("POST", "http://x", data=fields, files={"file": ('a "1".wav', BINARY, "audio/wav")})
     return request.headers["content-type"], request.read()
 
 

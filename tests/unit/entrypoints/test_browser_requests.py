@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from prometheus_client import CollectorRegistry
 from starlette.responses import PlainTextResponse
@@ -30,14 +30,14 @@ def make_app(settings: ServerSettings, listener: socket.socket) -> ASGIApp:
 
 def ask(
     headers: dict[str, str], address: str = LOOPBACK, path: str = PATH, method: str = "GET", **settings: Any
-) -> httpx.Response:
+) -> httpx2.Response:
     """The response to a request with these headers to a server that listens on `address`."""
 
-    async def run() -> httpx.Response:
+    async def run() -> httpx2.Response:
         with socket.create_server((address, 0)) as listener:
             app = make_app(ServerSettings(host=address, **settings), listener)
-            async with httpx.AsyncClient(
-                transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000"
+            async with httpx2.AsyncClient(
+                transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1:8000"
             ) as client:
                 return await client.request(method, path, headers=headers)
 
@@ -127,7 +127,7 @@ def test_a_foreign_page_is_refused(origin: str, address: str) -> None:
     assert "--allowed-origins" in answer.json()["error"]["message"]
 
 
-WITHOUT_CHECK: dict[str, Callable[[], httpx.Response]] = {
+WITHOUT_CHECK: dict[str, Callable[[], httpx2.Response]] = {
     "a page behind a proxy that changes Host": lambda: ask(
         {"Host": "127.0.0.1:8000", "Origin": "https://chat.example", "Sec-Fetch-Site": "same-origin"}
     ),
@@ -162,7 +162,9 @@ def test_a_unix_socket_has_no_browser_as_its_client() -> None:
     async def run() -> int:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             app = make_app(ServerSettings(uds="x"), listener)
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy.example") as client:
+            async with httpx2.AsyncClient(
+                transport=httpx2.ASGITransport(app), base_url="http://proxy.example"
+            ) as client:
                 return (await client.get(PATH, headers={"Origin": "http://other.example"})).status_code
 
     assert asyncio.run(run()) == 200

@@ -19,7 +19,7 @@ from mvllm.entrypoints.openai.common.openapi import _EXAMPLES
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.foreign_fields import FOREIGN_FIELDS, UNSUPPORTED_FIELDS
-from mvllm.entrypoints.openai.pooling.serving_embedding import _encode_values
+from mvllm.entrypoints.openai.pooling.embeddings import _encode_values
 from mvllm.entrypoints.openai.protocol import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -136,6 +136,22 @@ def test_head_is_get_without_its_body_on_every_route(folder: str) -> None:
         assert head.headers["content-type"] == get.headers["content-type"]
     [wrong] = server.send({"method": "HEAD", "url": COMPLETION})
     assert wrong.status_code == 405
+
+
+def test_the_description_of_the_api_has_queries_bodies_errors_and_keys(folder: str) -> None:
+    [answer] = Server(folder, "Hello you.").exchange(("GET", "/openapi.json", None))
+    document = answer.json()
+    sleep = document["paths"]["/sleep"]["post"]
+    [level] = sleep["parameters"]
+    assert (level["name"], level["in"], level["required"]) == ("level", "query", False)
+    assert level["schema"] == {"type": "integer", "default": 1} and sleep["tags"] == ["admin"]
+    chat = document["paths"][CHAT]["post"]
+    content = chat["requestBody"]["content"]["application/json"]
+    assert content["schema"]["$ref"].removeprefix("#/components/schemas/") in document["components"]["schemas"]
+    assert chat["responses"]["default"]["content"] and chat["summary"] and chat["description"]
+    assert document["security"] == [{"key": []}] and document["paths"]["/health/ready"]["get"]["security"] == []
+    operations = [each["operationId"] for methods in document["paths"].values() for each in methods.values()]
+    assert len(set(operations)) == len(operations) > 30
 
 
 def test_an_empty_list_of_inputs_has_an_empty_list_of_vectors(folder: str) -> None:

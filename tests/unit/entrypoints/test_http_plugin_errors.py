@@ -1,49 +1,89 @@
-"""Errors of a plugin's routes: their text is kept, and a body beyond the limit closes the connection."""
+"""Errors of a plugin's routes: their text is kept, and a body beyond the limit closes the connection. Its router may be
+one of FastAPI."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-import httpx
-from fastapi import FastAPI
+import fastapi
+import httpx2
+import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.routing import Mount, Route, Router
 
+from mvllm.entrypoints.openai.common.api_router import APIRouter
+from mvllm.entrypoints.openai.common.openapi import openapi_document
 from mvllm.entrypoints.openai.common.request_body import BodyReader
-from mvllm.entrypoints.openai.server.app import _add_handlers
+from mvllm.entrypoints.openai.server.error_handlers import make_application
+from mvllm.entrypoints.openai.server.fastapi_routers import routes_of
 from mvllm.entrypoints.openai.server.http_plugins import LoadedPlugin
+from mvllm.errors import RequestError
 from mvllm.plugin_groups import PluginSource
 
 
-def request_plugin(method: str, path: str, **more: Any) -> httpx.Response:
-    plugin, app = _add_handlers(FastAPI()), _add_handlers(FastAPI())
+@pytest.fixture(params=[fastapi.APIRouter, APIRouter])
+def router(request: pytest.FixtureRequest) -> Router:
+    router = request.param()
 
     async def save(request: Request) -> Any:
         return await request.json()
 
-    async def find() -> None:
+    async def find(request: Request) -> None:
         raise HTTPException(404, "There is no such document.")
 
-    plugin.add_api_route("/save", save, methods=["POST"])
-    plugin.add_api_route("/find", find, methods=["GET"])
-    loaded = LoadedPlugin("p", PluginSource("p", "p:make_router", "acme", "1"), plugin)
-    app.mount(loaded.prefix, loaded.asgi_app(BodyReader(100, 5.0)))
+    router.add_api_route("/save", save, methods=["POST"])
+    router.add_api_route("/find", find, methods=["GET"])
+    assert isinstance(router, Router)
+    return router
 
-    async def run() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+
+def ask(router: Router, method: str, path: str, **more: Any) -> httpx2.Response:
+    plugin = make_application(routes_of(router))
+    loaded = LoadedPlugin("p", PluginSource("p", "p:make_router", "acme", "1"), plugin)
+    app = make_application([Mount(loaded.prefix, loaded.asgi_app(BodyReader(100, 5.0)))])
+
+    async def run() -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
             return await client.request(method, f"/plugins/p/{path}", **more)
 
     return asyncio.run(run())
 
 
-def test_a_body_that_is_too_long_closes_the_connection() -> None:
-    assert request_plugin("POST", "save", json=[1]).json() == [1]
-    answer = request_plugin("POST", "save", json=["x" * 200])
+def test_a_body_that_is_too_long_closes_the_connection(router: Router) -> None:
+    assert ask(router, "POST", "save", json=[1]).json() == [1]
+    answer = ask(router, "POST", "save", json=["x" * 200])
     assert answer.status_code == 413 and "100 bytes" in answer.json()["error"]["message"]
     assert answer.headers["connection"] == "close"
 
 
-def test_a_plugins_404_keeps_its_text() -> None:
-    assert request_plugin("GET", "find").json()["error"]["message"] == "There is no such document."
-    assert request_plugin("GET", "nothing").json()["error"]["code"] == "unknown_path"
+def test_a_plugins_404_keeps_its_text(router: Router) -> None:
+    assert ask(router, "GET", "find").json()["error"]["message"] == "There is no such document."
+    assert ask(router, "GET", "nothing").json()["error"]["code"] == "unknown_path"
+    wrong = ask(router, "GET", "save")
+    assert wrong.status_code == 405 and wrong.json()["error"]["code"] == "method_not_allowed"
+    assert wrong.headers["allow"] == "POST"
+
+
+def test_routes_of_fastapi_keep_their_parameters_and_their_description() -> None:
+    router = fastapi.APIRouter()
+
+    async def double(number: int) -> dict[str, int]:
+        return {"double": 2 * number}
+
+    router.add_api_route("/double", double, methods=["GET"])
+    assert ask(router, "GET", "double?number=4").json() == {"double": 8}
+    wrong = ask(router, "GET", "double?number=x").json()["error"]
+    assert wrong["param"] == "number" and "'number' is not valid" in wrong["message"]
+    document = openapi_document([], {"/plugins/p": routes_of(router)}, ())
+    [parameter] = document["paths"]["/plugins/p/double"]["get"]["parameters"]
+    assert parameter["name"] == "number" and parameter["schema"]["type"] == "integer"
+
+
+def test_a_plain_router_of_starlette_is_enough() -> None:
+    async def hello(request: Request) -> Any:
+        raise RequestError("Say who you are.", parameter="name")
+
+    answer = ask(Router([Route("/hello", hello)]), "GET", "hello")
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "name"

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.common.serving_base import RequestHandler
-from mvllm.entrypoints.openai.pooling.serving_base import BasePoolingHandler
+from mvllm.entrypoints.openai.common.handler import RequestHandler
+from mvllm.entrypoints.openai.pooling.inputs import PoolingRequestHandler
 from mvllm.errors import RequestError
 
 
-class Handler(BasePoolingHandler):
-    field = "documents"
-
+class Handler(PoolingRequestHandler):
     def __init__(self) -> None:
-        pass
-
-    _build_engine_inputs: Any = None
-    _encode_response: Any = None
+        self._inputs: Any = SimpleNamespace(field="documents")
 
 
 class Features:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import msgspec
 import pytest
 from starlette.requests import Request
 from starlette.types import Message
@@ -17,7 +18,9 @@ from mvllm.entrypoints.openai.common.request_body import (
     SMALL_BODY_BYTES,
     BodyDecoder,
     BodyReader,
+    read_query,
 )
+from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_SCOPE_KEY, UnknownFields
 from mvllm.entrypoints.openai.protocol import CompletionRequest
 
 
@@ -98,3 +101,36 @@ def test_a_route_whose_bodies_are_short_reads_no_long_one(path: str) -> None:
     assert read <= SMALL_BODY_BYTES + (1 << 14)
     read = 0
     assert len(asyncio.run(run([], f"{path}/items"))) == 1 << 18
+
+
+class Page(msgspec.Struct):
+    limit: int
+    names: list[str] | None = None
+    after: str | None = None
+    whole: bool = False
+
+
+def query_of(text: str) -> Request:
+    return Request({"type": "http", "query_string": text.encode(), "headers": [], UNKNOWN_FIELDS_SCOPE_KEY: []})
+
+
+def test_query_parameters_are_read_into_a_struct() -> None:
+    assert read_query(query_of("limit=3"), Page) == Page(3)
+    found = read_query(query_of("limit=1&limit=-2&names=a&names=b&after=null&whole=true"), Page)
+    assert found == Page(-2, ["a", "b"], "null", whole=True)
+
+
+@pytest.mark.parametrize(
+    ("query", "name"), [("limit=x", "limit"), ("", "limit"), ("limit=1.5", "limit"), ("limit=1&whole=x", "whole")]
+)
+def test_a_query_parameter_that_is_not_valid_is_named(query: str, name: str) -> None:
+    with pytest.raises(APIError, match=f"'{name}' is not valid") as raised:
+        read_query(query_of(query), Page)
+    assert (raised.value.status, raised.value.param) == (400, name)
+
+
+def test_unknown_query_parameters_are_reported() -> None:
+    reader = BodyReader(100, 5.0, UnknownFields("refuse"))
+    assert reader.read_query(query_of("limit=1"), Page).limit == 1
+    with pytest.raises(APIError, match=r"limti is not known\. Did you mean limit"):
+        reader.read_query(query_of("limit=1&limti=2"), Page)

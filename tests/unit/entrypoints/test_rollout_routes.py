@@ -44,7 +44,7 @@ def test_an_update_that_is_not_supported_is_501_and_one_that_failed_503(
 ) -> None:
     monkeypatch.setattr(rollout_routes, "require_admin", lambda request: None)
     state: Any = SimpleNamespace(engine=Engine(error))
-    routes = RolloutRoutes(state, cast(Any, None), cast(Any, SimpleNamespace(decode=decode)))
+    routes = RolloutRoutes(cast(Any, SimpleNamespace(state=state, body_routes=SimpleNamespace(decode=decode))))
     with pytest.raises(APIError) as found:
         asyncio.run(getattr(routes, route)(None))
     assert (found.value.status, found.value.code) == (status, code)

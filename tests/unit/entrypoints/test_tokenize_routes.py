@@ -7,7 +7,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
-import httpx
+import httpx2
 from prometheus_client import CollectorRegistry
 
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
@@ -17,7 +17,7 @@ from mvllm.entrypoints.openai.server.app import build_app
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.tokenize.routes import MAX_DETOKENIZE_TOKENS
+from mvllm.entrypoints.openai.tokenize_routes import MAX_DETOKENIZE_TOKENS
 
 
 class SlowTokenizer:
@@ -36,8 +36,8 @@ class SlowTokenizer:
         return "x"
 
 
-def post(tokenizer: SlowTokenizer, path: str, body: dict[str, Any]) -> httpx.Response:
-    async def ask() -> httpx.Response:
+def post(tokenizer: SlowTokenizer, path: str, body: dict[str, Any]) -> httpx2.Response:
+    async def ask() -> httpx2.Response:
         state = ServerState(60.0)
         config = SimpleNamespace(max_model_len=16, vocab_size=4)
         pool = TokenizerPool(cast(Any, tokenizer), 16)
@@ -45,7 +45,7 @@ def post(tokenizer: SlowTokenizer, path: str, body: dict[str, Any]) -> httpx.Res
         state.set_ready(ServingContext(cast(Any, engine), pool, cast(Any, None)))
         metrics = HTTPMetrics(CollectorRegistry())
         app = build_app(state, OpenAIServingModels(["m"], "m"), metrics, ServerSettings())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
             return await client.post(path, json=body)
 
     return asyncio.run(ask())

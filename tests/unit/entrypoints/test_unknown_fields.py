@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
@@ -40,8 +40,8 @@ class Tokenizer:
         return [1]
 
 
-def post(bodies: list[dict[str, Any]], policy: UnknownFieldsPolicy = "warn") -> list[httpx.Response]:
-    async def ask() -> list[httpx.Response]:
+def post(bodies: list[dict[str, Any]], policy: UnknownFieldsPolicy = "warn") -> list[httpx2.Response]:
+    async def ask() -> list[httpx2.Response]:
         state = ServerState(60.0)
         engine = SimpleNamespace(
             tokenizer=Tokenizer(), model_config=SimpleNamespace(max_model_len=16, hf_config={}), errored=False
@@ -50,7 +50,7 @@ def post(bodies: list[dict[str, Any]], policy: UnknownFieldsPolicy = "warn") -> 
         state.set_ready(ServingContext(cast(Any, engine), pool, cast(Any, None)))
         settings = ServerSettings(unknown_fields=policy)
         app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
             return [await client.post("/tokenize", json=body) for body in bodies]
 
     return asyncio.run(ask())
@@ -102,7 +102,7 @@ def test_unprintable_names_are_neither_logged_nor_in_the_header(
 def test_query_parameters_of_administration_are_checked_too() -> None:
     """They are in the query: `/sleep?levl=2` would otherwise sleep at the wrong level."""
 
-    async def sleep(policy: UnknownFieldsPolicy) -> tuple[httpx.Response, list[int]]:
+    async def sleep(policy: UnknownFieldsPolicy) -> tuple[httpx2.Response, list[int]]:
         levels: list[int] = []
 
         class Engine(SimpleNamespace):
@@ -117,8 +117,8 @@ def test_query_parameters_of_administration_are_checked_too() -> None:
         settings = ServerSettings(unknown_fields=policy, admin_api_keys=("k",))
         app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
         headers = {"Authorization": "Bearer k"}
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://x", headers=headers
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app), base_url="http://x", headers=headers
         ) as client:
             return await client.post("/sleep?levl=2"), levels
 

@@ -6,8 +6,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
+import httpx2
 import pytest
 
 from mvllm.errors import RequestError
@@ -120,13 +120,16 @@ def test_names_of_this_machine_are_found_by_the_name_service_itself(url: str) ->
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_the_host_is_named_as_in_the_url(port: int, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert get(f"http://{HOST}:{port}/host") == f"{HOST}:{port}".encode()
-    connect = socket.create_connection
-    monkeypatch.setattr(
-        url_fetch.socket, "create_connection", lambda address, timeout: connect((address[0], port), timeout)
-    )
-    plain = SimpleNamespace(wrap_socket=lambda sock, **unused: sock)
-    monkeypatch.setattr(url_fetch.ssl, "create_default_context", lambda: plain)
+    sent: list[httpx2.Request] = []
+
+    async def send(transport: object, request: httpx2.Request) -> httpx2.Response:
+        sent.append(request)
+        return httpx2.Response(200, stream=httpx2.ByteStream(request.headers["host"].encode()))
+
+    monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", send)
     assert get(f"{scheme}://{HOST}/host") == HOST.encode()
+    assert sent[0].url.host == "127.0.0.1" and sent[0].headers["accept-encoding"] == "identity"
+    assert sent[0].extensions.get("sni_hostname") == (HOST if scheme == "https" else None)  # the certificate's
 
 
 def test_a_redirect_is_checked_like_the_first_url(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

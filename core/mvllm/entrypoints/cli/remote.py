@@ -1,17 +1,14 @@
 """`--url`: `mvllm chat` and `mvllm complete` with a running OpenAI-compatible server instead of an engine.
 
-Each response has its own connection, made with the standard library. Ctrl-C closes the connection, which makes the
-server abort the request.
+Ctrl-C closes the connection of a response, which makes the server abort the request.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import json
 import time
-import urllib.parse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +24,14 @@ from mvllm.entrypoints.openai_client import (
     event_data,
     first_model_id,
     join_url,
+    split_lines,
 )
 from mvllm.errors import ConfigError, MvllmError, RequestError
 from mvllm.messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    import httpx2
+
     from mvllm.entrypoints.cli.terminal import ThroughputCounter
 
 _SECONDS = 600.0
@@ -66,7 +66,11 @@ class RemoteModel:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._url: str = args.url
-        self._headers = {"Content-Type": "application/json", **authorization_headers(args.api_key)}
+        self._headers = {
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+            **authorization_headers(args.api_key),
+        }
         self._sampling = _given_sampling(args)
         _refuse_engine_settings(args)
         self._model: str = getattr(args, "model", None) or self._first_model_name()
@@ -111,7 +115,7 @@ class RemoteModel:
     def _first_model_name(self) -> str:
         with self._request("GET", "/v1/models") as response:
             try:
-                return first_model_id(response.read())
+                return first_model_id(b"".join(response.iter_raw()))
             except (ValueError, LookupError, TypeError) as e:
                 raise ConfigError(f"{self._url} lists no model. Name one with --model.") from e
 
@@ -122,45 +126,51 @@ class RemoteModel:
             RequestError, MvllmError: As `_request`.
             BrokenResponseError: The stream ends early, or is not a stream of server-sent events.
         """
+        import httpx2
+
         ended = False
         with self._request("POST", path, json.dumps(body)) as response:
             try:
-                for line in response:
+                for line in split_lines(response.iter_raw()):
                     data = event_data(line)
                     ended = ended or data == DONE
                     if data and not ended:
                         yield json.loads(data)
-            except (OSError, http.client.HTTPException, ValueError) as e:
+            except (httpx2.HTTPError, ValueError) as e:
                 raise BrokenResponseError(f"The response of {self._url} broke off: {type(e).__name__}: {e}") from e
         if not ended:
             raise BrokenResponseError(f"The response of {self._url} broke off.")
 
     @contextlib.contextmanager
-    def _request(self, method: str, path: str, body: str | None = None) -> Iterator[http.client.HTTPResponse]:
+    def _request(self, method: str, path: str, body: str | None = None) -> Iterator[httpx2.Response]:
         """Sends a request; yields the response, whose body has not been read.
 
         Raises:
             RequestError: The server rejects the request; the message has the server's reason.
             MvllmError: The server cannot be reached.
         """
-        url = urllib.parse.urlsplit(join_url(self._url, path))
-        if url.scheme not in ("http", "https") or not url.hostname:
-            raise ConfigError(f"--url is {self._url!r}; it must be like http://localhost:8000.")
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        import httpx2
+
+        from mvllm.http_client import open_client
+
+        url = join_url(self._url, path)
         try:
-            connection = kind(url.hostname, url.port, timeout=_SECONDS)
-        except ValueError as e:  # the port is not a number
+            parts = httpx2.URL(url)
+        except httpx2.InvalidURL as e:
             raise ConfigError(f"--url is {self._url!r}: {e}.") from e
-        with contextlib.closing(connection):
+        if parts.scheme not in ("http", "https") or not parts.host:
+            raise ConfigError(f"--url is {self._url!r}; it must be like http://localhost:8000.")
+        with contextlib.ExitStack() as stack:
+            client = stack.enter_context(open_client(_SECONDS))
             try:
-                connection.request(method, url.path, body and body.encode(), self._headers)
-                response = connection.getresponse()
-                if response.status != 200:
-                    body_text = response.read()
-            except (OSError, http.client.HTTPException) as e:
+                stream = client.stream(method, url, content=body and body.encode(), headers=self._headers)
+                response = stack.enter_context(stream)
+                if response.status_code != 200:
+                    body_text = b"".join(response.iter_raw())
+            except httpx2.HTTPError as e:
                 raise MvllmError(f"{self._url} does not answer: {type(e).__name__}: {e}") from e
-            if response.status != 200:
-                raise RequestError(f"{self._url} answers with status {response.status}: {error_text(body_text)}")
+            if response.status_code != 200:
+                raise RequestError(f"{self._url} answers with status {response.status_code}: {error_text(body_text)}")
             yield response
 
 

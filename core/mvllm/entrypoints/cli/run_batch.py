@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     import asyncio
 
     if importlib.util.find_spec("starlette") is None:
-        raise ConfigError("`mvllm run-batch` needs fastapi, which is not installed. Run: pip install fastapi")
+        raise ConfigError("`mvllm run-batch` needs starlette, which is not installed. Run: pip install starlette")
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency is {args.max_concurrency}; it must be at least 1.")
     template = load_chat_template(args.chat_template)

@@ -35,7 +35,7 @@ from mvllm.errors import ConfigError
 KEY_VARIABLE = "MVLLM_API_KEY"
 ADMIN_KEY_VARIABLE = "MVLLM_ADMIN_API_KEY"
 MOST_API_SERVERS = 64
-_NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
+_NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client")
 
 
 _KEY_LIMITS = {

@@ -18,15 +18,15 @@ from typing import IO, Any
 
 import msgspec
 
-from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler
+from mvllm.entrypoints.openai.chat_completions import ChatCompletionHandler
 from mvllm.entrypoints.openai.common.errors import APIError, error_body, to_api_error
+from mvllm.entrypoints.openai.common.handler import RequestHandler
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder
-from mvllm.entrypoints.openai.common.serving_base import RequestHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.unknown_fields import UnknownFields
-from mvllm.entrypoints.openai.completions.serving import CompletionHandler
-from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingHandler
+from mvllm.entrypoints.openai.completions import CompletionHandler
+from mvllm.entrypoints.openai.pooling.embeddings import embedding_handler
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -110,7 +110,7 @@ class BatchRunner:
         self._handlers: dict[str, tuple[BodyDecoder[Any], Callable[..., RequestHandler]]] = {
             "/v1/chat/completions": (BodyDecoder(ChatCompletionRequest), ChatCompletionHandler),
             "/v1/completions": (BodyDecoder(CompletionRequest), CompletionHandler),
-            "/v1/embeddings": (BodyDecoder(EmbeddingRequest), EmbeddingHandler),
+            "/v1/embeddings": (BodyDecoder(EmbeddingRequest), embedding_handler),
         }
 
     async def run(self, source: IO[bytes], target: IO[bytes]) -> BatchCounts:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from mvllm.extension_api import ConfigError, MvllmError
+from mvllm.extension_api.http_connection import ConnectionLostError
 from mvllm.extension_api.openai_client import (
     DONE,
     error_message,
@@ -26,8 +27,8 @@ from mvllm.extension_api.openai_client import (
     shorten,
 )
 from mvllm_bench.datasets import SampleRequest
-from mvllm_bench.http_client import HTTPClient, HTTPError
 from mvllm_bench.metrics import RequestResult
+from mvllm_bench.server_connections import ServerConnections
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 """Endpoint types and their paths."""
@@ -66,7 +67,7 @@ class StreamError(MvllmError):
     """A response is an error, or a stream is incomplete."""
 
 
-_FAILURES = (HTTPError, OSError, StreamError, msgspec.DecodeError, ValueError)
+_FAILURES = (ConnectionLostError, OSError, StreamError, msgspec.DecodeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class BenchmarkClient:
 
     async def __aenter__(self) -> BenchmarkClient:
         target = self._target
-        self._http = HTTPClient(target.base_url, {**_HEADERS, **target.headers}, verify=target.verify)
+        self._http = ServerConnections(target.base_url, {**_HEADERS, **target.headers}, verify=target.verify)
         return self
 
     async def __aexit__(
@@ -178,15 +179,13 @@ class _StreamRecorder:
         self._first_choice_time: float | None = None
         self._last_choice_time: float | None = None
 
-    def read(self, data: bytes, now: float) -> None:
-        """Records the chunks in new bytes of the stream.
-
-        Args:
-            now: When they were received, of time.perf_counter.
+    def read(self, data: bytes) -> None:
+        """Records the chunks in new bytes of the stream, which have been received now.
 
         Raises:
             StreamError, msgspec.DecodeError: A chunk is an error, or no chunk.
         """
+        now = time.perf_counter()
         *lines, self._rest = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
         for line in lines:
             if not (found := event_data(line)):
@@ -250,7 +249,7 @@ def _text_of(choice: _Choice) -> str | None:
 
 
 def _describe(error: BaseException) -> str:
-    if isinstance(error, (StreamError, HTTPError)):
+    if isinstance(error, (StreamError, ConnectionLostError)):
         return str(error)
     if isinstance(error, asyncio.TimeoutError):
         return f"no complete response within the timeout ({type(error).__name__})"

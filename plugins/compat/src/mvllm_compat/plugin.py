@@ -36,9 +36,7 @@ class CompatibleAPIs(HTTPPlugin):
 
     def routes(self, server: APIServerHandle) -> HTTPRoutes:
         """The routes of both APIs."""
-        from fastapi import APIRouter
-
-        from mvllm.extension_api.http import HTTPRoutes
+        from mvllm.extension_api.http import APIRouter, HTTPRoutes
         from mvllm_compat.anthropic.routes import AnthropicRoutes
         from mvllm_compat.ollama.routes import OllamaRoutes
 

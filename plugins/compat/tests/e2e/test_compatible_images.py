@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from PIL import Image
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     folder = tmp_path_factory.mktemp("images")
     model = make_checkpoint("llava", folder / "model")
     settings = ("--served-model-name", "eyes", "--dtype", "float32", "--max-model-len", "512", "--platform", "cpu")
@@ -27,7 +27,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
             yield client
 
 
-def test_both_apis_take_the_image(client: httpx.Client) -> None:
+def test_both_apis_take_the_image(client: httpx2.Client) -> None:
     file = io.BytesIO()
     Image.new("RGB", (40, 24), "red").save(file, "PNG")
     encoded = base64.b64encode(file.getvalue()).decode()

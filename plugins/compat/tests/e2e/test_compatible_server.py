@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
+def client(server: ServerProcess) -> Iterator[httpx2.Client]:
     with server.client() as client:
         yield client
 
@@ -57,7 +57,7 @@ def test_every_api_server_has_the_routes_and_formats(server: ServerProcess) -> N
             assert card["type"] == "model" and "object" not in card
 
 
-def test_the_description_of_the_api_has_routes_bodies_and_errors(client: httpx.Client) -> None:
+def test_the_description_of_the_api_has_routes_bodies_and_errors(client: httpx2.Client) -> None:
     document = client.get("/openapi.json").json()
     chat = document["paths"]["/api/chat"]["post"]
     assert chat["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/OllamaChatRequest")
@@ -67,7 +67,7 @@ def test_the_description_of_the_api_has_routes_bodies_and_errors(client: httpx.C
     assert {"AnthropicError", "OllamaError", "Error", "MessagesRequest"} <= set(document["components"]["schemas"])
 
 
-def check(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def check(client: httpx2.Client, path: str, body: dict[str, Any]) -> None:
     answer = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert answer.status_code in (200, 400, 404), (path, body, answer.text)
     if answer.status_code != 200 and path.startswith("/api/"):
@@ -85,19 +85,19 @@ def check(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
 
 @settings(max_examples=60, **_CHECKS)
 @given(request=REQUESTS)
-def test_no_random_body_causes_a_500(client: httpx.Client, request: tuple[str, dict[str, Any]]) -> None:
+def test_no_random_body_causes_a_500(client: httpx2.Client, request: tuple[str, dict[str, Any]]) -> None:
     check(client, *request)
 
 
 @pytest.mark.exhaustive
 @settings(max_examples=3000, **_CHECKS)
 @given(request=REQUESTS)
-def test_none_of_many_random_bodies_causes_a_500(client: httpx.Client, request: tuple[str, dict[str, Any]]) -> None:
+def test_none_of_many_random_bodies_causes_a_500(client: httpx2.Client, request: tuple[str, dict[str, Any]]) -> None:
     check(client, *request)
 
 
 @pytest.mark.parametrize("api", ["messages", "chat", "generate"])
-def test_what_is_not_enforced_of_a_schema_is_named(client: httpx.Client, api: str) -> None:
+def test_what_is_not_enforced_of_a_schema_is_named(client: httpx2.Client, api: str) -> None:
     options = {"options": {"num_predict": ROOM, "seed": 3}}
     parameters = {"type": "object", "properties": {"p": TWICE}, "required": ["p"]}
     tools = {"tools": [{"name": "f", "input_schema": parameters}], "tool_choice": {"type": "tool", "name": "f"}}

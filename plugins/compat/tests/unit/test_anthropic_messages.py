@@ -11,7 +11,7 @@ import pytest
 
 from mvllm.errors import RequestError
 from mvllm.messages.requests import FinishReason
-from mvllm_compat.anthropic import serving
+from mvllm_compat.anthropic import messages as messages_api
 from mvllm_compat.anthropic.input_messages import MAX_BLOCKS, chat_messages, to_chat_request
 from mvllm_compat.anthropic.protocol import MessagesRequest
 from mvllm_compat.tool_arguments import arguments_object
@@ -329,7 +329,7 @@ def test_models_are_listed_in_the_format_of_the_client(folder: str) -> None:
 
 
 def test_a_stream_has_pings_while_its_first_token_takes_long(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "PING_SECONDS", 0.01)
+    monkeypatch.setattr(messages_api, "PING_SECONDS", 0.01)
     server = Server(folder, "Hello.")
     write = server.core.write
 
@@ -355,7 +355,7 @@ def test_waiting_can_be_given_up() -> None:
             closed.append(True)
 
     async def run() -> None:
-        items = serving._none_while_waiting(never(), 0.01)
+        items = messages_api._none_while_waiting(never(), 0.01)
         assert await anext(items) is None
         await items.aclose()
 

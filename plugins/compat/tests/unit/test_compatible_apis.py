@@ -15,13 +15,13 @@ from mvllm.entrypoints.openai.common.request_body import BodyDecoder
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.messages.requests import FinishReason
 from mvllm_compat.anthropic.protocol import MessagesRequest
+from mvllm_compat.ollama.embeddings import OllamaEmbedHandler, ollama_embeddings_handler
 from mvllm_compat.ollama.input_messages import chat_messages
 from mvllm_compat.ollama.protocol import (
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaOptions,
 )
-from mvllm_compat.ollama.serving_embedding import OllamaEmbeddingsHandler, OllamaEmbedHandler
 from tests.unit.engine.tokenizers import make_tokenizer
 from tests.unit.entrypoints.builders import save_model_folder
 from tests.unit.entrypoints.scripted_server import TEMPLATE, Server
@@ -266,6 +266,6 @@ class TestOllama:
 
     def test_the_older_route_for_embeddings_does_not_scale_them(self) -> None:
         context: Any = SimpleNamespace(engine=None)
-        older = OllamaEmbeddingsHandler(context, "m", OllamaEmbeddingsRequest(prompt="x"))
+        older = ollama_embeddings_handler(context, "m", OllamaEmbeddingsRequest(prompt="x"))
         newer = OllamaEmbedHandler(context, "m", OllamaEmbedRequest(input="x"))
-        assert (older._params.normalize, newer._params.normalize) == (False, True)
+        assert (older._inputs.params.normalize, newer._inputs.params.normalize) == (False, True)

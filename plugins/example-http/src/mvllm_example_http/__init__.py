@@ -12,11 +12,11 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.extension_api import HTTPServerHandle, RequestError, SamplingParams
+from mvllm.extension_api.http import APIRouter, read_query
 
 MAX_ANSWERS = 64
 
@@ -35,8 +35,14 @@ class LinesRequest(msgspec.Struct):
     max_tokens: int = 100
 
 
+class CountQuery(msgspec.Struct):
+    """Query of `count`."""
+
+    text: str
+
+
 def make_router(server: HTTPServerHandle) -> APIRouter:
-    """The ASGI application of the entry point in the group `mvllm.http`."""
+    """The routes: the object of the entry point in the group `mvllm.http`."""
     router = APIRouter(tags=["answers"])
 
     async def rank(request: Request) -> dict[str, Any]:
@@ -64,12 +70,12 @@ def make_router(server: HTTPServerHandle) -> APIRouter:
         params = SamplingParams(temperature=0, max_tokens=asked.max_tokens)
         return await server.stream(request, _lines(server, asked.question, params))
 
-    async def count(text: str) -> dict[str, int]:
-        return {"count": len(await server.tokenize(text))}
+    async def count(request: Request) -> dict[str, int]:
+        return {"count": len(await server.tokenize(read_query(request, CountQuery).text))}
 
     router.add_api_route("/rank", rank, methods=["POST"], summary="Which answers the model finds likeliest.")
     router.add_api_route("/lines", lines, methods=["POST"], summary="How the model goes on, line by line.")
-    router.add_api_route("/count", count, methods=["GET"], summary="How many tokens a text is.")
+    router.add_api_route("/count", count, query=CountQuery, summary="How many tokens a text is.")
     return router
 
 

@@ -21,7 +21,7 @@ from mvllm.extension_api.http import (
     json_response,
 )
 from mvllm_responses.database import EventBatch
-from mvllm_responses.serving import ResponsesHandler
+from mvllm_responses.responses import ResponsesHandler
 from mvllm_responses.store import ResponseStore
 
 logger = get_logger("mvllm.responses.background")

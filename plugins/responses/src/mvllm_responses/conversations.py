@@ -7,12 +7,11 @@ import uuid
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.extension_api import APIError, RequestError
-from mvllm.extension_api.http import BodyRoutes, encode_json, json_response, request_caller
+from mvllm.extension_api.http import APIRouter, BodyRoutes, encode_json, json_response, read_query, request_caller
 from mvllm_responses.input_items import MessageBuilder
 from mvllm_responses.items import Item, check_metadata, input_items, page_of
 from mvllm_responses.protocol import ConversationItemsRequest, ConversationRequest, ConversationUpdateRequest
@@ -21,6 +20,14 @@ from mvllm_responses.store import ResponseStore
 _MAX_ITEMS_PER_REQUEST = 20
 _ITEMS = {"items": [{"role": "user", "content": "What is the capital of France?"}]}
 """An example of a body."""
+
+
+class PageQuery(msgspec.Struct):
+    """Query of a page of objects: at most `limit`, of those after the one with the id `after`."""
+
+    after: str | None = None
+    limit: int = 20
+    order: str = "desc"
 
 
 class ConversationsRoutes:
@@ -45,7 +52,7 @@ class ConversationsRoutes:
         get(one, self.get_conversation, methods=["GET"], summary="A conversation, without its items.")
         add(router, one, ConversationUpdateRequest, self.update, "Change the metadata of a conversation.", of_rivers)
         get(one, self.delete, methods=["DELETE"], summary="Delete a conversation and its items.")
-        get(items, self.list_items, methods=["GET"], summary="The items of a conversation.")
+        get(items, self.list_items, methods=["GET"], summary="The items of a conversation.", query=PageQuery)
         add(router, items, ConversationItemsRequest, self.create_items, "Add items to a conversation.", _ITEMS)
         get(f"{items}/{{item_id}}", self.get_item, methods=["GET"], summary="One item of a conversation.")
         get(f"{items}/{{item_id}}", self.delete_item, methods=["DELETE"], summary="Delete an item of a conversation.")
@@ -65,13 +72,15 @@ class ConversationsRoutes:
         await self._store.add_conversation(conversation["id"], encoded, request_caller(request.scope), items)
         return json_response(encoded)
 
-    async def get_conversation(self, request: Request, conversation_id: str) -> Response:
+    async def get_conversation(self, request: Request) -> Response:
         """A conversation without its items."""
+        conversation_id = request.path_params["conversation_id"]
         found = await self._store.conversation(conversation_id, request_caller(request.scope))
         return json_response(found.body)
 
-    async def update(self, request: Request, conversation_id: str) -> Response:
+    async def update(self, request: Request) -> Response:
         """Replaces the metadata of a conversation."""
+        conversation_id = request.path_params["conversation_id"]
         body = await self._body_routes.decode(request, ConversationUpdateRequest)
         check_metadata(body.metadata)
         found = await self._store.conversation(conversation_id, request_caller(request.scope))
@@ -80,57 +89,55 @@ class ConversationsRoutes:
         await self._store.update_conversation(conversation_id, encoded)
         return json_response(encoded)
 
-    async def delete(self, request: Request, conversation_id: str) -> Response:
+    async def delete(self, request: Request) -> Response:
         """Deletes a conversation and its items."""
+        conversation_id = request.path_params["conversation_id"]
         await self._store.conversation(conversation_id, request_caller(request.scope))
         await self._store.delete_conversation(conversation_id)
         return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
-    async def list_items(
-        self,
-        request: Request,
-        conversation_id: str,
-        after: str | None = None,
-        limit: int = 20,
-        order: str = "desc",
-    ) -> Response:
+    async def list_items(self, request: Request) -> Response:
         """A page of the items, the newest first by default."""
+        conversation_id, page = request.path_params["conversation_id"], read_query(request, PageQuery)
         await self._store.conversation(conversation_id, request_caller(request.scope))
-        is_descending = check_page(limit, order)
-        items = await self._store.items(conversation_id, after, limit + 1, descending=is_descending)
-        return json_response(page_of(items[:limit], has_more=len(items) > limit))
+        is_descending = check_page(page)
+        items = await self._store.items(conversation_id, page.after, page.limit + 1, descending=is_descending)
+        return json_response(page_of(items[: page.limit], has_more=len(items) > page.limit))
 
-    async def create_items(self, request: Request, conversation_id: str) -> Response:
+    async def create_items(self, request: Request) -> Response:
         """Adds items to the end of a conversation."""
+        conversation_id = request.path_params["conversation_id"]
         body = await self._body_routes.decode(request, ConversationItemsRequest)
         await self._store.conversation(conversation_id, request_caller(request.scope))
         items = _checked_items(body.items)
         await self._store.add_items(conversation_id, items)
         return json_response(page_of(items, has_more=False))
 
-    async def get_item(self, request: Request, conversation_id: str, item_id: str) -> Response:
+    async def get_item(self, request: Request) -> Response:
         """One item."""
+        conversation_id, item_id = request.path_params["conversation_id"], request.path_params["item_id"]
         await self._store.conversation(conversation_id, request_caller(request.scope))
         return json_response(await self._store.item(conversation_id, item_id))
 
-    async def delete_item(self, request: Request, conversation_id: str, item_id: str) -> Response:
+    async def delete_item(self, request: Request) -> Response:
         """Deletes an item; returns the conversation."""
+        conversation_id, item_id = request.path_params["conversation_id"], request.path_params["item_id"]
         found = await self._store.conversation(conversation_id, request_caller(request.scope))
         await self._store.delete_item(conversation_id, item_id)
         return json_response(found.body)
 
 
-def check_page(limit: int, order: str) -> bool:
+def check_page(page: PageQuery) -> bool:
     """Checks the parameters of a page; returns whether the newest items come first.
 
     Raises:
         APIError: One is not valid (400).
     """
-    if not 1 <= limit <= 100:
-        raise APIError(400, f"limit must be from 1 to 100; found {limit}.", param="limit")
-    if order not in ("asc", "desc"):
+    if not 1 <= page.limit <= 100:
+        raise APIError(400, f"limit must be from 1 to 100; found {page.limit}.", param="limit")
+    if page.order not in ("asc", "desc"):
         raise APIError(400, "order must be asc or desc.", param="order")
-    return order == "desc"
+    return page.order == "desc"
 
 
 def _checked_items(given: list[dict[str, Any]] | None) -> list[Item]:

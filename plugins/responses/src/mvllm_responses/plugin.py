@@ -40,9 +40,7 @@ class Responses(HTTPPlugin):
 
     def routes(self, server: APIServerHandle) -> HTTPRoutes:
         """All routes."""
-        from fastapi import APIRouter
-
-        from mvllm.extension_api.http import HTTPRoutes
+        from mvllm.extension_api.http import APIRouter, HTTPRoutes
         from mvllm_responses.routes import ResponsesRoutes
 
         router = APIRouter(tags=["generation"])

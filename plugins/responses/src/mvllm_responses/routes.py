@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.extension_api import APIError, RequestError
 from mvllm.extension_api.http import (
+    APIRouter,
     APIServerHandle,
     Caller,
     ChatCompletionHandler,
     ChatCompletionRequest,
+    Handler,
     ServingContext,
-    StreamingHandler,
     json_response,
+    read_query,
     request_caller,
 )
 from mvllm_responses.background import BackgroundResponses
 from mvllm_responses.client_functions import unknown_tools
-from mvllm_responses.conversations import ConversationsRoutes, check_page
+from mvllm_responses.conversations import ConversationsRoutes, PageQuery, check_page
 from mvllm_responses.items import Item, page_of
 from mvllm_responses.mcp.toolbox import MCPServers
 from mvllm_responses.protocol import ResponsesRequest
-from mvllm_responses.serving import (
+from mvllm_responses.responses import (
     History,
     InputTokensHandler,
     ResponsesHandler,
@@ -39,6 +40,13 @@ from mvllm_responses.unsupported_fields import reject_unsupported_fields
 
 _MAX_EVENT = 1 << 62
 _EXAMPLE = {"input": "What is the capital of France?", "max_output_tokens": 32, "temperature": 0}
+
+
+class ResponseQuery(msgspec.Struct):
+    """Query of a stored response."""
+
+    stream: bool = False
+    starting_after: int = -1
 
 
 class ResponsesRoutes:
@@ -67,16 +75,17 @@ class ResponsesRoutes:
         self._body_routes.add(router, path, ResponsesRequest, self.input_tokens, summary, _EXAMPLE)
         router.add_api_route("/v1/responses/compact", self.compact, methods=["POST"], include_in_schema=False)
         add, path = router.add_api_route, "/v1/responses/{response_id}"
-        add(path, self.get_response, methods=["GET"], summary="A stored or running response.")
+        add(path, self.get_response, methods=["GET"], summary="A stored or running response.", query=ResponseQuery)
         add(path, self.delete_response, methods=["DELETE"], summary="Delete a stored response.")
         add(f"{path}/cancel", self.cancel_response, methods=["POST"], summary="Cancel a response.")
-        add(f"{path}/input_items", self.list_input_items, methods=["GET"], summary="The items before its output.")
+        summary = "The items before its output."
+        add(f"{path}/input_items", self.list_input_items, methods=["GET"], summary=summary, query=PageQuery)
         self._conversations.add_to(router)
         self._completions.add_to(router)
 
     def store_completion(
         self, handler: ChatCompletionHandler, body: ChatCompletionRequest, request: Request
-    ) -> StreamingHandler:
+    ) -> Handler:
         """A handler that stores a chat completion, or `handler` if nothing is stored."""
         if not self._store.is_enabled:
             return handler
@@ -118,12 +127,11 @@ class ResponsesRoutes:
             code="not_offered",
         )
 
-    async def get_response(
-        self, request: Request, response_id: str, stream: bool = False, starting_after: int = -1
-    ) -> Response:
+    async def get_response(self, request: Request) -> Response:
         """A response that has ended or is being generated, or its events after number `starting_after`."""
+        response_id, query = request.path_params["response_id"], read_query(request, ResponseQuery)
         caller = request_caller(request.scope)
-        if not stream:
+        if not query.stream:
             return json_response(await self._store.body(response_id, caller))
         if not (await self._store.response(response_id, caller)).is_streamed:
             raise RequestError(
@@ -131,32 +139,34 @@ class ResponsesRoutes:
                 "streamed again. Ask for the response without stream.",
                 parameter="stream",
             )
-        return self._background.stream(response_id, max(-1, min(starting_after, _MAX_EVENT)))
+        return self._background.stream(response_id, max(-1, min(query.starting_after, _MAX_EVENT)))
 
-    async def delete_response(self, request: Request, response_id: str) -> Response:
+    async def delete_response(self, request: Request) -> Response:
         """Deletes a stored response."""
+        response_id = request.path_params["response_id"]
         await self._store.delete(response_id, request_caller(request.scope))
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    async def cancel_response(self, request: Request, response_id: str) -> Response:
+    async def cancel_response(self, request: Request) -> Response:
         """Cancels a response that is being generated."""
+        response_id = request.path_params["response_id"]
         return json_response(await self._store.cancel(response_id, request_caller(request.scope)))
 
-    async def list_input_items(
-        self, request: Request, response_id: str, after: str | None = None, limit: int = 20, order: str = "desc"
-    ) -> Response:
+    async def list_input_items(self, request: Request) -> Response:
         """A page of the items before the output of a response: of earlier turns and of its input."""
+        response_id, page = request.path_params["response_id"], read_query(request, PageQuery)
         stored = await self._store.response(response_id, request_caller(request.scope))
-        is_descending = check_page(limit, order)
+        is_descending = check_page(page)
         items = msgspec.json.decode(stored.context, type=list[Item])
         if is_descending:
             items.reverse()
         first = 0
-        if after is not None:
-            first = 1 + next((i for i, item in enumerate(items) if item["id"] == after), len(items))
+        if page.after is not None:
+            first = 1 + next((i for i, item in enumerate(items) if item["id"] == page.after), len(items))
             if first > len(items):
                 raise APIError(400, "after is not the id of an item.", param="after")
-        return json_response(page_of(items[first : first + limit], has_more=len(items) > first + limit))
+        end = first + page.limit
+        return json_response(page_of(items[first:end], has_more=len(items) > end))
 
     async def _handler(
         self, request: Request, context: ServingContext, model: str, body: ResponsesRequest

@@ -18,7 +18,7 @@ from mvllm.extension_api.http import (
     Caller,
     ChatCompletionHandler,
     ChatCompletionRequest,
-    StreamingHandler,
+    Handler,
     encode_json,
 )
 from mvllm_responses.items import Item, check_metadata
@@ -27,7 +27,7 @@ from mvllm_responses.store import ResponseStore
 logger = get_logger("mvllm.responses.stored_completions")
 
 
-class StoredCompletionHandler(StreamingHandler):
+class StoredCompletionHandler(Handler):
     """Answers a chat completion request, and stores the completion before the end of the response.
 
     Args:
@@ -70,7 +70,7 @@ class StoredCompletionHandler(StreamingHandler):
         return body
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """See StreamingHandler. All chunks pass here: the handler gets no connection to write to."""
+        """See Handler. All chunks pass here: the handler gets no connection to write to."""
         assembled = _AssembledCompletion()
         async with contextlib.aclosing(self._inner.stream()) as parts:
             async for part in parts:
@@ -78,7 +78,7 @@ class StoredCompletionHandler(StreamingHandler):
                     if line.startswith(b"data: {"):
                         assembled.add(msgspec.json.decode(line[6:]))
                 if part.endswith(DONE) and not assembled.has_failed:
-                    await self._save({**assembled.completion, "usage": self._inner.usage})
+                    await self._save({**assembled.completion, "usage": self._inner.usage.to_usage()})
                 yield part
 
     async def _save(self, completion: dict[str, Any]) -> None:

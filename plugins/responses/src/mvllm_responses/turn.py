@@ -7,17 +7,21 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import cached_property
 from typing import Any
 
+from mvllm.extension_api import SamplingParams
 from mvllm.extension_api.http import (
     ChatCompletionRequest,
-    ChatHandler,
     CompletionOutput,
+    Conversation,
     PromptType,
+    RequestHandler,
     ServingContext,
     TokenFormatter,
+    UsageCounter,
     chat_logprobs,
     encode_json,
     max_truncated_length,
     num_prompt_tokens,
+    renamed_fields,
     without_oldest_messages,
 )
 from mvllm_responses.input_items import CHAT_TO_RESPONSES_FIELDS
@@ -26,7 +30,7 @@ from mvllm_responses.output_items import OutputItems
 _SHOWN_PARAMETERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 
 
-class ResponseTurn(ChatHandler):
+class ResponseTurn(RequestHandler):
     """One turn. See the module.
 
     Args:
@@ -41,8 +45,6 @@ class ResponseTurn(ChatHandler):
         num_reasoning_tokens: Generated tokens that belong to the reasoning, known at the end.
     """
 
-    field_names = CHAT_TO_RESPONSES_FIELDS
-
     def __init__(
         self,
         context: ServingContext,
@@ -53,12 +55,19 @@ class ResponseTurn(ChatHandler):
         *,
         truncates: bool,
     ) -> None:
-        super().__init__(context, model, "", request)
+        self._conversation = Conversation(context, request)
+        super().__init__(context, model, "", request.priority, self._conversation.constraint)
         self._id = turn_id
+        self._usage = UsageCounter()
         self._items = items
         self._truncates = truncates
         self.finish_reason: str | None = None
         self.num_reasoning_tokens = 0
+
+    async def start(self) -> None:
+        """Adds the prompt to the engine. See Handler."""
+        with renamed_fields(CHAT_TO_RESPONSES_FIELDS):
+            await super().start()
 
     async def full_response(self) -> bytes:
         """The items of the response so far, as JSON."""
@@ -77,7 +86,7 @@ class ResponseTurn(ChatHandler):
         prompt: str | None = None
         token_ids: list[int] = []
         first_item = len(self._items.items)
-        async with contextlib.aclosing(self._read_deltas()) as outputs:
+        async with contextlib.aclosing(self._conversation.read_deltas(self._engine_requests, self._usage)) as outputs:
             async for output, deltas in outputs:
                 if not has_begun:
                     has_begun = True
@@ -92,7 +101,7 @@ class ResponseTurn(ChatHandler):
         written = self._items.finish("completed" if self.finish_reason == "stop" else "incomplete")
         if any(item["type"] == "reasoning" for item in self._items.items[first_item:]):
             self.num_reasoning_tokens = await self._context.tokenizer_pool.run(
-                lambda: self._count_reasoning_tokens(token_ids, prompt)
+                lambda: self._conversation.count_reasoning_tokens(token_ids, prompt)
             )
         yield written
 
@@ -125,16 +134,18 @@ class ResponseTurn(ChatHandler):
     @property
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters that a response shows."""
-        return {name: getattr(self._params, name) for name in _SHOWN_PARAMETERS}
+        return {name: getattr(self._conversation.params, name) for name in _SHOWN_PARAMETERS}
 
     @cached_property
     def _token_formatter(self) -> TokenFormatter:
-        return TokenFormatter(self._engine.tokenizer, as_ids=False, skip_special=self._params.skip_special_tokens)
+        skip_special = self._conversation.params.skip_special_tokens
+        return TokenFormatter(self._engine.tokenizer, as_ids=False, skip_special=skip_special)
 
     def _logprobs(self, sequence: CompletionOutput) -> list[dict[str, Any]]:
-        if not self._request.logprobs or sequence.logprobs is None:
+        request = self._conversation.request
+        if not request.logprobs or sequence.logprobs is None:
             return []
-        num_top = self._request.top_logprobs or 0
+        num_top = request.top_logprobs or 0
         found: list[dict[str, Any]] = chat_logprobs(
             self._token_formatter, sequence.token_ids, sequence.logprobs, num_top
         )["content"]
@@ -145,8 +156,13 @@ class ResponseTurn(ChatHandler):
         """The number of tokens of its prompt, which is not run."""
         return sum(map(num_prompt_tokens, await self._build_prompts()))
 
+    async def _build_engine_inputs(self) -> tuple[Sequence[PromptType], SamplingParams]:
+        prompts = await self._build_prompts()
+        return prompts, self._conversation.params
+
     async def _build_prompts(self) -> Sequence[PromptType]:
+        conversation = self._conversation
         if self._truncates:
-            limit = max_truncated_length(self._request, self._engine)
-            self._request = await without_oldest_messages(self._request, self._context, limit)
-        return await super()._build_prompts()
+            limit = max_truncated_length(conversation.request, self._engine)
+            conversation.request = await without_oldest_messages(conversation.request, self._context, limit)
+        return await conversation.build_prompts()

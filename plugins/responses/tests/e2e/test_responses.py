@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import httpx
+import httpx2
 import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
+def client(server: ServerProcess) -> Iterator[httpx2.Client]:
     with server.client() as client:
         yield client
 
@@ -135,7 +135,7 @@ def test_a_required_function_call(sdk: OpenAI) -> None:
     assert (call.type, call.name, set(json.loads(call.arguments))) == ("function_call", "weather", {"days"})
 
 
-def test_a_running_response_can_be_read_and_cancelled(sdk: OpenAI, client: httpx.Client) -> None:
+def test_a_running_response_can_be_read_and_cancelled(sdk: OpenAI, client: httpx2.Client) -> None:
     endless = {"ignore_eos": True, "min_tokens": 900}
     stream = sdk.responses.create(
         model="demo", input="Go on.", max_output_tokens=900, temperature=0, stream=True, extra_body=endless
@@ -169,7 +169,7 @@ def test_log_probabilities_belong_to_the_tokens_of_the_text(sdk: OpenAI) -> None
     assert [each.token for entries in deltas for each in entries] == [each.token for each in part.logprobs]  # type: ignore
 
 
-def check(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def check(client: httpx2.Client, path: str, body: dict[str, Any]) -> None:
     answer = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert answer.status_code in (200, 400, 404), (path, body, answer.text)
     if answer.status_code != 200:
@@ -187,14 +187,14 @@ _CHECKS: dict[str, Any] = {"suppress_health_check": list(HealthCheck), "deadline
 
 @settings(max_examples=40, **_CHECKS)
 @given(request=REQUESTS)
-def test_no_random_body_causes_a_500(client: httpx.Client, request: tuple[str, dict[str, Any]]) -> None:
+def test_no_random_body_causes_a_500(client: httpx2.Client, request: tuple[str, dict[str, Any]]) -> None:
     check(client, *request)
 
 
 @pytest.mark.exhaustive
 @settings(max_examples=2000, **_CHECKS)
 @given(request=REQUESTS)
-def test_none_of_many_random_bodies_causes_a_500(client: httpx.Client, request: tuple[str, dict[str, Any]]) -> None:
+def test_none_of_many_random_bodies_causes_a_500(client: httpx2.Client, request: tuple[str, dict[str, Any]]) -> None:
     check(client, *request)
 
 
@@ -206,7 +206,7 @@ TWICE = {"type": "array", "items": EMPTY, "uniqueItems": True, "minItems": 2, "m
     ("schema", "name", "num_warnings"), [(TWICE, "uniqueItems", 1), ({**EMPTY, "not": {"pattern": "x"}}, "not", 0)]
 )
 def test_what_is_not_enforced_of_a_schema_is_named(
-    client: httpx.Client, schema: dict[str, Any], name: str, num_warnings: int
+    client: httpx2.Client, schema: dict[str, Any], name: str, num_warnings: int
 ) -> None:
     text = {"format": {"type": "json_schema", "name": "s", "schema": schema}}
     for stream in (False, True):
@@ -217,7 +217,7 @@ def test_what_is_not_enforced_of_a_schema_is_named(
         assert len(response.get("response", response)["warnings"]) == num_warnings
 
 
-def test_a_stored_completion_has_the_warnings_of_its_schema(client: httpx.Client) -> None:
+def test_a_stored_completion_has_the_warnings_of_its_schema(client: httpx2.Client) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": TWICE}}
     messages = [{"role": "user", "content": "Hi"}]
     ask = {"messages": messages, "max_tokens": 500, "response_format": form, "store": True}

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 from openai import OpenAI
 
 from tests.e2e.server.test_multi_api_server import clients_of_each
@@ -22,7 +22,7 @@ def run_server(folder: Path, *arguments: str) -> ServerProcess:
     return ServerProcess(folder, "demo", "--port", "0", "--responses-store", store, *SMALL, *arguments)
 
 
-def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+def post(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
     answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()

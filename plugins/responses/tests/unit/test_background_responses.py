@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from openai import OpenAI
@@ -129,7 +129,7 @@ def test_what_is_wrong_with_a_background_request_is_said_at_once(sdk: OpenAI, se
     wait_ended(sdk, made.id)
     with pytest.raises(openai.BadRequestError, match="background and stream"):
         sdk.responses.retrieve(made.id, stream=True)
-    with httpx.Client(base_url=server.url, headers={"Authorization": "Bearer mine"}) as client:
+    with httpx2.Client(base_url=server.url, headers={"Authorization": "Bearer mine"}) as client:
         assert client.get("/load").json()["server_load"] == 0
 
 
@@ -203,7 +203,7 @@ def test_many_responses_huge_bodies_and_ids_with_sql(sdk: OpenAI, server: LiveSe
         )
         assert len(set(made)) == 200
         assert {wait_ended(sdk, each).status for each in made[::10]} == {"completed"}
-    with httpx.Client(base_url=server.url, headers={"Authorization": "Bearer mine"}) as client:
+    with httpx2.Client(base_url=server.url, headers={"Authorization": "Bearer mine"}) as client:
         for name in ("x'; DROP TABLE objects; --", "resp_0' OR '1'='1", "%00", "%ED%A0%80", "a" * 5000):
             for path in ("/v1/responses/{}", "/v1/conversations/{}/items", "/v1/responses/{}/input_items"):
                 assert client.get(path.format(name)).status_code == 404, path

@@ -29,8 +29,8 @@ from tests.unit.entrypoints.live_server import CONVERSATION_TEMPLATE, LiveServer
 pytest.importorskip("mcp", reason="needs the package mcp, the extra mcp of mvllm")
 import httpx2
 
-from mvllm_responses.mcp import limited_transport
-from mvllm_responses.mcp.limited_transport import LimitedTransport
+from mvllm_responses.mcp import transport as mcp_transport
+from mvllm_responses.mcp.transport import ToolServerTransport
 
 PROGRAM = (sys.executable, str(Path(__file__).with_name("mcp_tools_server.py")))
 CITIES: dict[str, Any] = {"type": "mcp", "server_label": "cities", "require_approval": "never"}
@@ -218,7 +218,7 @@ def test_tool_servers_have_the_filter_of_addresses_that_images_have(
     monkeypatch.setattr(public_addresses.socket, "getaddrinfo", lambda *unused, **settings: found)
 
     async def get() -> None:
-        async with httpx2.AsyncClient(transport=LimitedTransport(public_only=True)) as client:
+        async with httpx2.AsyncClient(transport=ToolServerTransport(public_only=True)) as client:
             await client.get("https://tools.test/mcp")
 
     with pytest.raises(httpx2.ConnectError, match="not a public address"):
@@ -227,10 +227,10 @@ def test_tool_servers_have_the_filter_of_addresses_that_images_have(
 
 def test_responses_of_tool_servers_are_limited(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def get(*, public_only: bool) -> None:
-        async with httpx2.AsyncClient(transport=LimitedTransport(public_only=public_only)) as client:
+        async with httpx2.AsyncClient(transport=ToolServerTransport(public_only=public_only)) as client:
             await client.get(f"{server.url}/openapi.json")
 
-    monkeypatch.setattr(limited_transport, "MAX_RESPONSE_BYTES", 1000)
+    monkeypatch.setattr(mcp_transport, "MAX_RESPONSE_BYTES", 1000)
     with pytest.raises(httpx2.ReadError, match="more than 1000 bytes"):
         asyncio.run(get(public_only=False))
     with pytest.raises(httpx2.ConnectError, match="not a public address"):

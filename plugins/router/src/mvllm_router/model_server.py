@@ -18,7 +18,7 @@ from mvllm.extension_api import EngineDeadError, ModelError
 from mvllm.extension_api.processes import ChildProcess, CoreHandle, MessageSocket, message_socket_pair
 from mvllm.extension_api.server import EngineArgs, HeartbeatMonitor, KeyCounters, RateLimiter, ServerSettings
 from mvllm_router.connection_passing import ConnectionSender, connection_socket_pair
-from mvllm_router.http_client import ModelClient
+from mvllm_router.model_client import ModelClient
 from mvllm_router.model_entry import ModelEntry
 from mvllm_router.model_server_proc import ModelServerHandshake, ModelServerStart, ReceivedSignal
 

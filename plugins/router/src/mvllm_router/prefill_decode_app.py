@@ -20,6 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mvllm.extension_api import APIError, get_logger
+from mvllm.extension_api.http_connection import ConnectionLostError, HTTPConnection
 from mvllm.extension_api.server import (
     CLIENT_CLOSED_REQUEST,
     BodyReader,
@@ -28,7 +29,6 @@ from mvllm.extension_api.server import (
     ServerSettings,
     cancel_on_disconnect,
 )
-from mvllm_router.http_client import ModelConnection, ModelServerLost
 from mvllm_router.proxy import Proxy, request_head
 from mvllm_router.remote_server import RemoteServer, by_load
 
@@ -133,7 +133,7 @@ class PrefillDecodeApp:
                     await _read_body(connection)
                     if status == 200:
                         return True
-            except (ModelServerLost, TimeoutError):
+            except (ConnectionLostError, TimeoutError):
                 server.avoid()
         return False
 
@@ -167,7 +167,7 @@ class PrefillDecodeApp:
             try:
                 async with asyncio.timeout(self._prefill_timeout):
                     status, content = await self._ask(server, scope, body)
-            except ModelServerLost:
+            except ConnectionLostError:
                 server.avoid()
                 logger.warning("The prefill engine at %s cannot be reached or has ended.", server.url)
                 continue
@@ -193,7 +193,7 @@ class PrefillDecodeApp:
                         connection.send(request_head(scope, scope["query_string"], len(body), server.name), body)
                         status, _ = await connection.read_head()
                         return status, await _read_body(connection)
-            except ModelServerLost:
+            except ConnectionLostError:
                 if is_last_try:
                     raise
         raise AssertionError
@@ -231,7 +231,7 @@ class PrefillDecodeApp:
                             return False
                         await self._proxy.respond(connection, scope, send)
                         return True
-            except ModelServerLost:
+            except ConnectionLostError:
                 continue
         server.avoid()
         logger.warning("The engine at %s cannot be reached or has ended.", server.url)
@@ -272,11 +272,11 @@ def _transfer_params(content: bytes) -> msgspec.Raw | None:
     return None if bytes(params) == b"null" else params
 
 
-async def _read_body(connection: ModelConnection) -> bytes:
+async def _read_body(connection: HTTPConnection) -> bytes:
     parts, length = [], 0
     async for part in connection.read_body():
         parts.append(part)
         length += len(part)
         if length > _MAX_PREFILL_RESPONSE_BYTES:
-            raise ModelServerLost
+            raise ConnectionLostError
     return b"".join(parts)

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from starlette.types import Scope, Send
 
 from mvllm.extension_api import APIError, get_logger
+from mvllm.extension_api.http_connection import ConnectionLostError, Headers, HTTPConnection
 from mvllm.extension_api.server import RequestConnection, api_format, is_same_origin, stream_format
-from mvllm_router.http_client import Headers, ModelClient, ModelConnection, ModelServerLost
+from mvllm_router.model_client import ModelClient
 
 logger = get_logger(__name__)
 
@@ -54,7 +55,7 @@ class Proxy:
             async with client.connection() as connection:
                 connection.send(request_head(scope, query, len(body)), body)
                 await self.respond(connection, scope, send)
-        except ModelServerLost as e:
+        except ConnectionLostError as e:
             raise APIError(
                 503,
                 "The model has stopped while it processed this request. The next request loads it again.",
@@ -62,11 +63,11 @@ class Proxy:
                 retry_after=1,
             ) from e
 
-    async def respond(self, connection: ModelConnection, scope: Scope, send: Send) -> None:
+    async def respond(self, connection: HTTPConnection, scope: Scope, send: Send) -> None:
         """Sends the response that a connection receives to the client.
 
         Raises:
-            ModelServerLost: The server ended before the first byte of its response.
+            ConnectionLostError: The server ended before the first byte of its response.
         """
         status, headers = await connection.read_head()
         format_of_stream = stream_format(_header(headers, b"content-type"))
@@ -82,7 +83,7 @@ class Proxy:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                     timer.waiting_since = None
                 await send({"type": "http.response.body", "body": b""})
-            except ModelServerLost:
+            except ConnectionLostError:
                 await _send_loss(scope, send, own, is_stream=format_of_stream is not None)
 
 

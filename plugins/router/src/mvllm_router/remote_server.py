@@ -9,14 +9,15 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from mvllm.extension_api import ConfigError
-from mvllm_router.http_client import HTTPClient, ModelConnection, ModelServerLost
+from mvllm.extension_api.http_connection import ConnectionLostError, ConnectionPool, HTTPConnection
+from mvllm_router.model_client import MAX_IDLE_SECONDS
 
 _CONNECT_SECONDS = 2.0
 _UNREACHABLE_SECONDS = 5.0
 """How long a server that could not be reached is only asked if there is no other."""
 
 
-class RemoteServer(HTTPClient):
+class RemoteServer:
     """One server.
 
     Args:
@@ -29,10 +30,13 @@ class RemoteServer(HTTPClient):
         url: The URL.
         name: Host and port, as in the header Host.
         num_requests: Requests that it is answering for this router.
+        connection: Opens a connection, as `ConnectionPool.connection`.
+        close: Closes the connections.
     """
 
     def __init__(self, url: str) -> None:
-        super().__init__()
+        pool = ConnectionPool(self._connect, MAX_IDLE_SECONDS)
+        self.connection, self.close = pool.connection, pool.close
         self.url = url
         self.num_requests = 0
         self._avoid_until = 0.0
@@ -64,14 +68,14 @@ class RemoteServer(HTTPClient):
         finally:
             self.num_requests -= 1
 
-    async def _connect(self) -> ModelConnection:
+    async def _connect(self) -> HTTPConnection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                _, connection = await loop.create_connection(ModelConnection, self._host, self._port)
+                _, connection = await loop.create_connection(HTTPConnection, self._host, self._port)
                 return connection
         except (OSError, TimeoutError) as e:
-            raise ModelServerLost from e
+            raise ConnectionLostError(str(e)) from e
 
 
 def by_load(servers: Sequence[RemoteServer]) -> list[RemoteServer]:

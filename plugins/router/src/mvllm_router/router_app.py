@@ -7,13 +7,13 @@ The model is named by the field `model` of the body, or by the query parameter `
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
@@ -97,7 +97,7 @@ class RouterApp:
         pool: ModelPool,
         catalog: ModelCatalog,
         settings: ServerSettings,
-        fallback: FastAPI,
+        fallback: Starlette,
         own_routes: Mapping[tuple[str, str], Endpoint],
     ) -> None:
         self.is_draining = False
@@ -109,7 +109,7 @@ class RouterApp:
         self._proxy = Proxy(settings.send_timeout)
         self._reader = BodyReader.from_settings(settings)
         self._decoder = BodyDecoder(RoutingFields)
-        routes = list(_flat_routes(fallback.router.routes))
+        routes = list(fallback.routes)
         self._forwarded = {
             (method, route.path): route
             for route in routes
@@ -256,16 +256,6 @@ class RouterApp:
             return None
         await self._pool.unload_when_idle(model)
         return self._catalog.unloaded_response(model, is_chat=path == "/api/chat")
-
-
-def _flat_routes(routes: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
-    """The routes, with those of included routers, which FastAPI keeps in one route for each router."""
-    for route in routes:
-        included = getattr(route, "original_router", None)
-        if included is None:
-            yield route
-        else:
-            yield from _flat_routes(included.routes)
 
 
 def _has_id(path: str) -> bool:

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from mvllm.extension_api import get_logger
 from mvllm.extension_api.server import (
+    APIRouter,
     BodyReader,
     HTTPMetrics,
     KeyCounters,
@@ -110,12 +111,13 @@ class RouterServer:
         registry.register(PoolCollector(lambda: list(pool.models.items()), pool.metrics))
         reader = BodyReader.from_settings(settings)
         routes = ModelRoutes(pool, catalog, reader, metrics, lambda: self._phase)
-        fallback, close_fallback = build_app_without_engine(settings)
+        own = APIRouter(tags=["admin"])
         for path, endpoint, summary in (
             ("/models/load", routes.load, "Load a model."),
             ("/models/unload", routes.unload, "Unload a model when its requests have ended."),
         ):
-            fallback.add_api_route(path, endpoint, methods=["POST"], tags=["admin"], summary=summary)
+            own.add_api_route(path, endpoint, methods=["POST"], summary=summary)
+        fallback, close_fallback = build_app_without_engine(settings, [own])
         self._app = RouterApp(pool, catalog, settings, fallback, routes.table())
         try:
             return await serve_application(

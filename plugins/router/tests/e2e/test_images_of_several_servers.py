@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from plugins.router.tests.e2e.test_prefill_decode import RouterProcess
 
@@ -39,7 +39,7 @@ def answers(arguments: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
     yield found
 
 
-def ask(client: httpx.Client, colour: str, least_cached: int = 0) -> str:
+def ask(client: httpx2.Client, colour: str, least_cached: int = 0) -> str:
     request = chat(image_part(picture(colour)), text_part(WORDS), max_tokens=16)
     response = client.post("/v1/chat/completions", json=request)
     usage = response.json().get("usage") or {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from plugins.router.tests.builders import ADMIN, complete, engine_core, model_process, states
 
@@ -21,7 +21,7 @@ models:
 """
 
 
-def text(client: httpx.Client, model: str) -> str:
+def text(client: httpx2.Client, model: str) -> str:
     found: str = complete(client, model)["choices"][0]["text"]
     return found
 

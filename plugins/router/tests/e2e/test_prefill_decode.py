@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -78,7 +78,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         assert_nothing_left(server.tag, before)
 
 
-def tokens(client: httpx.Client, request: dict[str, Any] = REQUEST) -> str:
+def tokens(client: httpx2.Client, request: dict[str, Any] = REQUEST) -> str:
     path = "/v1/chat/completions" if "messages" in request else "/v1/completions"
     response = client.post(path, json=request)
     assert response.status_code == 200, response.text

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
-import httpx
+import httpx2
 import pytest
 from plugins.router.tests.builders import ADMIN, complete, engine_core, load_only, loaded, model_process
 from prometheus_client.parser import text_string_to_metric_families
@@ -54,13 +54,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
+def client(server: ServerProcess) -> Iterator[httpx2.Client]:
     with server.client() as client:
         yield client
 
 
 def test_concurrent_first_requests_load_a_model_once_and_all_are_answered(
-    server: ServerProcess, client: httpx.Client
+    server: ServerProcess, client: httpx2.Client
 ) -> None:
     assert loaded(client) == set()
     assert client.get("/health/ready").json() == {
@@ -73,7 +73,7 @@ def test_concurrent_first_requests_load_a_model_once_and_all_are_answered(
     assert server.log.count("Loading the model small.") == 1
 
 
-def test_each_api_reaches_the_model_by_its_name(client: httpx.Client) -> None:
+def test_each_api_reaches_the_model_by_its_name(client: httpx2.Client) -> None:
     chat = client.post("/v1/chat/completions", json={"model": "gpt-4o", "messages": QUESTION, "temperature": 0}).json()
     assert chat["model"] == "gpt-4o" and "Paris" in chat["choices"][0]["message"]["content"]
     body = {"model": "small", "messages": QUESTION, "max_tokens": 32, "temperature": 0, "stream": True}
@@ -94,7 +94,7 @@ def test_each_api_reaches_the_model_by_its_name(client: httpx.Client) -> None:
     assert complete(client, "random", max_tokens=2)["model"] == "random"
 
 
-def test_a_request_without_a_known_model_is_refused_in_the_format_of_its_api(client: httpx.Client) -> None:
+def test_a_request_without_a_known_model_is_refused_in_the_format_of_its_api(client: httpx2.Client) -> None:
     answer = client.post("/v1/chat/completions", json={"messages": QUESTION})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "model_missing"
     assert "small, other, random" in answer.json()["error"]["message"]
@@ -108,7 +108,7 @@ def test_a_request_without_a_known_model_is_refused_in_the_format_of_its_api(cli
 
 
 def test_the_least_recently_used_model_makes_room_and_its_processes_end(
-    server: ServerProcess, client: httpx.Client
+    server: ServerProcess, client: httpx2.Client
 ) -> None:
     load_only(client, "random", "small")
     gone = model_process(server, "random"), engine_core(server, "random")
@@ -120,7 +120,9 @@ def test_the_least_recently_used_model_makes_room_and_its_processes_end(
     )
 
 
-def test_a_model_in_use_is_not_unloaded_and_its_stream_is_complete(server: ServerProcess, client: httpx.Client) -> None:
+def test_a_model_in_use_is_not_unloaded_and_its_stream_is_complete(
+    server: ServerProcess, client: httpx2.Client
+) -> None:
     load_only(client, "small", "other")
     with client.stream("POST", "/v1/completions", json=LONG | {"model": "small"}) as stream:
         lines = stream.iter_lines()
@@ -133,7 +135,7 @@ def test_a_model_in_use_is_not_unloaded_and_its_stream_is_complete(server: Serve
 
 
 @pytest.mark.exhaustive  # the unit tests of the pool have it, with fakes
-def test_a_busy_model_drains_for_another_whose_request_waits(server: ServerProcess, client: httpx.Client) -> None:
+def test_a_busy_model_drains_for_another_whose_request_waits(server: ServerProcess, client: httpx2.Client) -> None:
     load_only(client, "small", "other")
     bodies = [LONG | {"model": name, "stream": False} for name in ("small", "other")]
     with ThreadPoolExecutor(4) as pool:
@@ -145,7 +147,7 @@ def test_a_busy_model_drains_for_another_whose_request_waits(server: ServerProce
     assert [each.json()["usage"]["completion_tokens"] for each in answers] == [900, 900]
 
 
-def test_a_model_that_cannot_be_loaded_says_why_and_leaves_the_others_alone(client: httpx.Client) -> None:
+def test_a_model_that_cannot_be_loaded_says_why_and_leaves_the_others_alone(client: httpx2.Client) -> None:
     load_only(client, "random", "small")  # `random` makes room
     answer = client.post("/v1/completions", json={"model": "broken", "prompt": "x"})
     assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
@@ -160,7 +162,7 @@ def test_a_model_that_cannot_be_loaded_says_why_and_leaves_the_others_alone(clie
     complete(client, "small")
 
 
-def test_stored_completions_and_counted_tokens(client: httpx.Client) -> None:
+def test_stored_completions_and_counted_tokens(client: httpx2.Client) -> None:
     ask = {"model": "small", "messages": QUESTION, "max_tokens": 4}
     made = client.post("/v1/chat/completions", json={**ask, "store": True}).json()
     path = f"/v1/chat/completions/{made['id']}"
@@ -179,7 +181,7 @@ def test_stored_completions_and_counted_tokens(client: httpx.Client) -> None:
         assert head.status_code == 200 and head.content == b"", path
 
 
-def test_metrics_and_the_list_have_every_model(client: httpx.Client) -> None:
+def test_metrics_and_the_list_have_every_model(client: httpx2.Client) -> None:
     load_only(client, "small", "other")
     families = {each.name: each for each in text_string_to_metric_families(client.get("/metrics").text)}
     tokens = {each.labels["model_name"] for each in families["mvllm:generation_tokens"].samples}
@@ -198,7 +200,7 @@ def test_metrics_and_the_list_have_every_model(client: httpx.Client) -> None:
 
 
 def test_a_model_that_dies_ends_its_streams_with_an_error_and_only_these(
-    server: ServerProcess, client: httpx.Client
+    server: ServerProcess, client: httpx2.Client
 ) -> None:
     load_only(client, "small", "other")
     last: dict[str, str] = {}
@@ -227,7 +229,7 @@ def test_a_model_that_dies_ends_its_streams_with_an_error_and_only_these(
     assert client.get("/health").status_code == 200 and "death" in client.get("/metrics").text
 
 
-def test_a_client_that_disconnects_aborts_its_request(server: ServerProcess, client: httpx.Client) -> None:
+def test_a_client_that_disconnects_aborts_its_request(server: ServerProcess, client: httpx2.Client) -> None:
     load_only(client, "small")
     before = client.get("/metrics?model=small").text
     body = json.dumps(LONG | {"model": "small"}).encode()
@@ -244,7 +246,7 @@ def test_a_client_that_disconnects_aborts_its_request(server: ServerProcess, cli
     assert aborted and aborted[0] not in before
 
 
-def test_a_client_that_reads_late_gets_the_whole_stream(server: ServerProcess, client: httpx.Client) -> None:
+def test_a_client_that_reads_late_gets_the_whole_stream(server: ServerProcess, client: httpx2.Client) -> None:
     load_only(client, "small")
     with socket.create_connection(server.address, timeout=120) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -257,7 +259,7 @@ def test_a_client_that_reads_late_gets_the_whole_stream(server: ServerProcess, c
     assert received.count(b"data: ") > 100 and b"data: [DONE]" in received
 
 
-def test_ollamas_clients_load_and_unload_with_keep_alive(client: httpx.Client) -> None:
+def test_ollamas_clients_load_and_unload_with_keep_alive(client: httpx2.Client) -> None:
     load_only(client, "small")
     answer = client.post("/api/generate", json={"model": "small", "keep_alive": 0}).json()
     assert answer["done_reason"] == "unload" and loaded(client) == set()
@@ -279,7 +281,7 @@ def test_ollamas_clients_load_and_unload_with_keep_alive(client: httpx.Client) -
     assert client.post("/api/generate", json={"model": "other", "keep_alive": "soon"}).status_code == 400
 
 
-def test_administrators_load_and_unload_by_name(client: httpx.Client) -> None:
+def test_administrators_load_and_unload_by_name(client: httpx2.Client) -> None:
     load_only(client)
     assert client.get("/metrics?model=small").status_code == 503  # a look loads nothing
     assert client.post("/models/load", json={"model": "small"}).status_code == 403
@@ -295,7 +297,7 @@ def test_administrators_load_and_unload_by_name(client: httpx.Client) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_model_has_its_own_limit_of_requests(client: httpx.Client) -> None:
+def test_a_model_has_its_own_limit_of_requests(client: httpx2.Client) -> None:
     load_only(client, "other")
     body = {"model": "other", "prompt": "x", "max_tokens": 400, "ignore_eos": True}
     with ThreadPoolExecutor(8) as pool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from plugins.router.tests.builders import model_process, states
 
@@ -36,14 +36,14 @@ def nothing_is_left() -> Iterator[list[str]]:
         assert_nothing_left(tag, before)
 
 
-def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+def post(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
     answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
 
 
-def get(client: httpx.Client, response: dict[str, Any]) -> dict[str, Any]:
+def get(client: httpx2.Client, response: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = client.get(f"/v1/responses/{response['id']}").json()
     return found
 
@@ -67,7 +67,7 @@ def test_models_share_responses_which_survive_unloads_and_sigkill(tmp_path: Path
         post(client, "/v1/responses", model="other", input="Who are you?", conversation=conversation["id"], **short)
         assert len(client.get(f"{path}/items").json()["data"]) == 3
 
-        with httpx.Client(base_url=server.url, timeout=60) as reader:
+        with httpx2.Client(base_url=server.url, timeout=60) as reader:
             stopped = post(client, "/v1/responses", model="gpt-4o", background=True, **ENDLESS)
             assert post(reader, f"/v1/responses/{stopped['id']}/cancel")["status"] == "cancelled"
         killed = post(client, "/v1/responses", model="gpt-4o", background=True, **ENDLESS)

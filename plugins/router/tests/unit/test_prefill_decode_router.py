@@ -8,7 +8,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -105,7 +105,7 @@ def decode_answer(path: str, body: Any) -> tuple[int, Any]:
 
 
 def run(
-    test: Callable[[httpx.AsyncClient, list[Engine], list[Engine]], Awaitable[None]],
+    test: Callable[[httpx2.AsyncClient, list[Engine], list[Engine]], Awaitable[None]],
     num_prefill: int = 1,
     num_decode: int = 1,
     prefill_timeout: float = 5.0,
@@ -120,8 +120,8 @@ def run(
         metrics, settings = HTTPMetrics(CollectorRegistry()), ServerSettings(access_log=False)
         servers = [[RemoteServer(engine.url) for engine in group] for group in (prefill, decode)]
         app = PrefillDecodeApp(servers[0], servers[1], settings, prefill_timeout, metrics)
-        transport = httpx.ASGITransport(add_middleware(app, metrics, settings))
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        transport = httpx2.ASGITransport(add_middleware(app, metrics, settings))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://router") as client:
             await test(client, prefill, decode)
         for server in (*servers[0], *servers[1]):
             server.close()

@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mvllm.extension_api.http_connection import ConnectionLostError
 from mvllm_router.connection_passing import ConnectionListener, ConnectionSender, connection_socket_pair
-from mvllm_router.http_client import ModelClient, ModelServerLost
 from mvllm_router.merged_metrics import merge_metrics
+from mvllm_router.model_client import ModelClient
 
 
 class FakeModelServer:
@@ -130,7 +131,7 @@ def test_a_model_server_waits_for_a_reader_that_does_not_read() -> None:
 @pytest.mark.parametrize("answer", [b"", HEAD[:20], b"no HTTP at all\r\n\r\n"])
 def test_the_end_of_a_model_server_is_noticed(answer: bytes) -> None:
     async def test(server: FakeModelServer) -> None:
-        with pytest.raises(ModelServerLost):
+        with pytest.raises(ConnectionLostError):
             async with server.client.connection() as connection:
                 connection.send(b"GET / HTTP/1.1\r\n\r\n", b"")
                 _, writer = await server.accept()
@@ -138,7 +139,7 @@ def test_the_end_of_a_model_server_is_noticed(answer: bytes) -> None:
                 writer.close()
                 await connection.read_head()
         server.listener.close()
-        with pytest.raises(ModelServerLost):
+        with pytest.raises(ConnectionLostError):
             async with server.client.connection():
                 pass
         assert await server.client.fetch("/") is None

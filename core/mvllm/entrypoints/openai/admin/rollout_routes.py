@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fastapi import APIRouter
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.engine.async_llm import AsyncLLM
+from mvllm.entrypoints.openai.common.api_router import APIRouter
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.json_response import json_response
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.protocol import (
     CollectiveRpcRequest,
     FinishWeightUpdateRequest,
@@ -20,30 +20,33 @@ from mvllm.entrypoints.openai.protocol import (
     UpdateLoRAAdapterRequest,
     UpdateWeightsRequest,
 )
-from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.middleware import require_admin
-from mvllm.entrypoints.openai.server.server_state import ServerState
+from mvllm.entrypoints.openai.server.server_handle import APIServerHandle
 from mvllm.errors import ConfigError, ModelError, PlatformError, RequestError, UnsupportedMethodError
+
+
+class PauseQuery(msgspec.Struct):
+    """Query of `/pause`."""
+
+    mode: str = "abort"
+    clear_cache: bool = True
 
 
 class RolloutRoutes:
     """The routes.
 
     Args:
-        state: The server's state.
-        models: Names of LoRA adapters.
-        body_routes: Reads bodies.
+        server: The API server.
     """
 
-    def __init__(self, state: ServerState, models: OpenAIServingModels, body_routes: BodyRoutes) -> None:
-        self._state = state
-        self._models = models
-        self._body_routes = body_routes
+    def __init__(self, server: APIServerHandle) -> None:
+        self._server = server
 
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes to a router."""
-        add, add_body = router.add_api_route, self._body_routes.add
-        add("/pause", self.pause, methods=["POST"], summary="Stop computing; further requests wait.")
+        add, add_body = router.add_api_route, self._server.body_routes.add
+        summary = "Stop computing; further requests wait."
+        add("/pause", self.pause, methods=["POST"], summary=summary, query=PauseQuery)
         add("/resume", self.resume, methods=["POST"], summary="Continue after /pause.")
         add("/is_paused", self.is_paused, methods=["GET"], summary="Whether the engine is paused.")
         add_body(
@@ -63,11 +66,11 @@ class RolloutRoutes:
         )
         add_body(router, "/collective_rpc", CollectiveRpcRequest, self.collective_rpc, "Call a method of the workers.")
 
-    async def pause(self, request: Request, mode: str = "abort", clear_cache: bool = True) -> Response:
+    async def pause(self, request: Request) -> Response:
         """Pauses the engine; answers when no step runs."""
         engine = self._engine(request)
-        self._body_routes.reader.check_query(request, "mode", "clear_cache")
-        await engine.pause_generation(mode=mode, clear_cache=clear_cache)
+        query = self._server.body_routes.reader.read_query(request, PauseQuery)
+        await engine.pause_generation(mode=query.mode, clear_cache=query.clear_cache)
         return json_response({"is_paused": True})
 
     async def resume(self, request: Request) -> Response:
@@ -82,7 +85,7 @@ class RolloutRoutes:
     async def init_transfer(self, request: Request) -> Response:
         """Joins a trainer's process group; answers when all of its ranks have joined."""
         engine = self._engine(request)
-        body = await self._body_routes.decode(request, InitWeightTransferRequest)
+        body = await self._server.body_routes.decode(request, InitWeightTransferRequest)
         with _update_errors():
             await engine.init_weight_transfer_engine(body.init_info or {})
         return json_response({"message": "Weight transfer initialized"})
@@ -97,7 +100,7 @@ class RolloutRoutes:
     async def update(self, request: Request) -> Response:
         """Loads a part of a weight update; without one, a whole update."""
         engine = self._engine(request)
-        body = await self._body_routes.decode(request, UpdateWeightsRequest)
+        body = await self._server.body_routes.decode(request, UpdateWeightsRequest)
         info = body.update_info or {}
         if "tensors" in info or "safetensors" in info:
             raise RequestError(
@@ -110,7 +113,7 @@ class RolloutRoutes:
     async def finish(self, request: Request) -> Response:
         """Ends a weight update."""
         engine = self._engine(request)
-        body = await self._body_routes.decode(request, FinishWeightUpdateRequest)
+        body = await self._server.body_routes.decode(request, FinishWeightUpdateRequest)
         with _update_errors():
             await engine.finish_weight_update(
                 body.weight_version, reset_running_requests=bool(body.reset_running_requests)
@@ -130,14 +133,14 @@ class RolloutRoutes:
     async def update_lora(self, request: Request) -> Response:
         """Loads the files of an adapter anew, or those of another folder under its name."""
         engine = self._engine(request)
-        body = await self._body_routes.decode(request, UpdateLoRAAdapterRequest)
-        await self._models.update_lora_adapter(engine, body.lora_name or "", body.lora_path)
+        body = await self._server.body_routes.decode(request, UpdateLoRAAdapterRequest)
+        await self._server.models.update_lora_adapter(engine, body.lora_name or "", body.lora_path)
         return await self._info(engine)
 
     async def collective_rpc(self, request: Request) -> Response:
         """Calls a method of `worker_extension_cls` on every worker."""
         engine = self._engine(request)
-        body = await self._body_routes.decode(request, CollectiveRpcRequest)
+        body = await self._server.body_routes.decode(request, CollectiveRpcRequest)
         try:
             results = await engine.collective_rpc(body.method or "", tuple(body.args or ()), body.kwargs)
         except ConfigError as e:
@@ -148,7 +151,7 @@ class RolloutRoutes:
 
     def _engine(self, request: Request) -> AsyncLLM:
         require_admin(request)
-        return self._state.engine
+        return self._server.state.engine
 
     async def _info(self, engine: AsyncLLM) -> Response:
         return json_response(await engine.weight_info())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
@@ -165,6 +166,11 @@ class EngineRequests:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def warning_fields(self) -> dict[str, Any]:
+        """The field `warnings` of the response, if there are some."""
+        return {} if self.warnings is None else {"warnings": self.warnings}
 
     def error_of(self, sequence: CompletionOutput) -> Exception:
         """The error to raise for a sequence that failed. Logs its cause."""

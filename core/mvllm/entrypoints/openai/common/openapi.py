@@ -1,16 +1,19 @@
-"""The OpenAPI document of `/openapi.json`. The schemas of bodies are made from the structs that decode them."""
+"""The OpenAPI document of `/openapi.json`. The schemas of bodies and of query parameters are made from the structs that
+decode them."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
+from starlette.routing import BaseRoute, Route
 
 from mvllm.entrypoints.openai.common.api_format import OPENAI, APIFormat, find_format
+from mvllm.entrypoints.openai.common.api_router import APIRoute
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ClassificationRequest,
@@ -88,44 +91,93 @@ def request_body_schema(body_type: type[msgspec.Struct], example: Mapping[str, A
 
 
 def openapi_document(
-    app: FastAPI,
-    parts: Mapping[str, FastAPI],
+    routes: Iterable[BaseRoute],
+    parts: Mapping[str, Iterable[BaseRoute]],
     body_types: Iterable[type[msgspec.Struct]],
     formats: Sequence[APIFormat] = (),
     more_tags: Mapping[str, str] = MappingProxyType({}),
+    public_paths: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The OpenAPI document of an application.
 
     Args:
-        parts: Applications that are mounted in it, by the prefix of their paths.
+        routes: Its routes.
+        parts: The routes of applications that are mounted in it, by the prefix of their paths.
         body_types: The types of the bodies of its routes.
         formats: The formats of APIs other than OpenAI's.
         more_tags: Tags of plugins, with their descriptions.
+        public_paths: Paths that need no key.
     """
-    if app.openapi_schema:
-        return app.openapi_schema
-    document = get_openapi(title="mvllm", version=__version__, routes=app.routes)
-    _, schemas = msgspec.json.schema_components(body_types, ref_template=_REF)
-    components = document.setdefault("components", {})
-    part_schemas: dict[str, Any] = {}
-    errors = {each.error_name: dict(each.error_schema) for each in (OPENAI, *formats)}
-    for prefix, part in (parts or {}).items():
-        found = get_openapi(title="mvllm", version=__version__, routes=part.routes)
-        for path, operations in found["paths"].items():
-            document["paths"][prefix + path] = operations
-            for operation in operations.values():
-                operation["tags"] = ["plugins"]
-        part_schemas |= found.get("components", {}).get("schemas", {})
-    components["schemas"] = {**part_schemas, **schemas, **errors}
-    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    document["security"] = [{"key": []}]
-    tags = {**TAGS, **more_tags}
-    document["tags"] = [{"name": name, "description": description} for name, description in tags.items()]
-    for path, operations in document["paths"].items():
+    paths, part_schemas = _describe(routes)
+    for prefix, part in parts.items():
+        part_paths, more_schemas = _describe(part)
+        part_schemas |= more_schemas
+        for path, operations in part_paths.items():
+            paths[prefix + path] = {method: {**each, "tags": ["plugins"]} for method, each in operations.items()}
+    for path, operations in paths.items():
         name = find_format(formats, {"path": path, "headers": []}).error_name
         content = {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}
-        for operation in operations.values():
+        for method, operation in operations.items():
+            operation["operationId"] = re.sub(r"\W+", "_", f"{method}{path}").rstrip("_")
             operation["responses"].pop("422", None)
             operation["responses"]["default"] = {"description": "An error.", "content": content}
-    app.openapi_schema = document
-    return document
+            if path in public_paths:
+                operation["security"] = []
+    _, schemas = msgspec.json.schema_components(body_types, ref_template=_REF)
+    errors = {each.error_name: dict(each.error_schema) for each in (OPENAI, *formats)}
+    tags = {**TAGS, **more_tags}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "mvllm", "version": __version__},
+        "security": [{"key": []}],
+        "tags": [{"name": name, "description": description} for name, description in tags.items()],
+        "paths": paths,
+        "components": {
+            "schemas": {**part_schemas, **schemas, **errors},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _describe(routes: Iterable[BaseRoute]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The operations of routes by path and method, and the schemas that they need besides those of bodies."""
+    paths: dict[str, dict[str, Any]] = {}
+    schemas: dict[str, Any] = {}
+    for route in routes:
+        if isinstance(route, Route):
+            if route.include_in_schema:
+                for method in sorted((route.methods or set()) - {"HEAD"}):
+                    paths.setdefault(route.path_format, {})[method.lower()] = _operation(route)
+        elif (describe := getattr(route, "openapi", None)) is not None:  # another framework's
+            found = describe()
+            for path, operations in found["paths"].items():
+                paths.setdefault(path, {}).update(operations)
+            schemas |= found.get("components", {}).get("schemas", {})
+    return paths, schemas
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in route.param_convertors
+    ]
+    operation: dict[str, Any] = {"responses": {"200": {"description": "The response."}}}
+    if isinstance(route, APIRoute):
+        operation |= {"tags": list(route.tags), "summary": route.summary, **route.openapi_extra}
+        description = inspect.cleandoc(route.description or "")
+        if description and description != route.summary:
+            operation["description"] = description
+        if route.query is not None:
+            parameters += _query_parameters(route.query)
+    if parameters:
+        operation["parameters"] = parameters
+    return operation
+
+
+def _query_parameters(kind: type[msgspec.Struct]) -> list[dict[str, Any]]:
+    _, schemas = msgspec.json.schema_components([kind], ref_template=_REF)
+    schema = schemas[kind.__name__]
+    required = schema.get("required", ())
+    return [
+        {"name": name, "in": "query", "required": name in required, "schema": field}
+        for name, field in schema["properties"].items()
+    ]

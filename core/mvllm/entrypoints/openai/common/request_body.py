@@ -137,6 +137,15 @@ class BodyReader:
         if unknown and self._unknown_fields.policy != "ignore":
             self._unknown_fields.handle(unknown, KnownParameters(known), request.scope)
 
+    def read_query(self, request: Request, kind: type[T]) -> T:
+        """As the function `read_query`. Unknown parameters are reported.
+
+        Raises:
+            APIError: As there, or a parameter is unknown and the policy is `refuse` (400).
+        """
+        self.check_query(request, *(field.encode_name for field in msgspec.structs.fields(kind)))
+        return read_query(request, kind)
+
     def limit_receive(self, receive: Receive, max_bytes: int | None = None) -> Receive:
         """An ASGI `receive` that raises as `read` if the body exceeds a limit.
 
@@ -231,6 +240,30 @@ def convert_with_integral_floats(value: Any, body_type: type[T]) -> T:
         msgspec.ValidationError: A field has the wrong type.
     """
     return msgspec.convert(_with_integers(value, body_type), body_type)
+
+
+def read_query(request: Request, kind: type[T]) -> T:
+    """The query parameters of a request as a struct: its fields are texts, numbers, booleans and lists of these.
+
+    Raises:
+        APIError: A value has the wrong type, or is missing (400).
+    """
+    given = request.query_params
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        name = field.encode_name
+        if name in given:
+            values[name] = given.getlist(name) if _may_be_list(field.type) else given[name]
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as e:
+        match = _PATH.search(str(e)) or re.search("field `(.*)`$", str(e))
+        name = re.split(r"[.\[]", match[1].lstrip("."))[0] if match else ""
+        raise APIError(400, f"The value of the parameter {name!a} is not valid.", param=name) from None
+
+
+def _may_be_list(kind: Any) -> bool:
+    return any(get_origin(each) is list for each in (kind, *get_args(kind)))
 
 
 def convert_fields(value: Any, kind: type[T], *, within: str) -> T:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from mvllm.engine.frontend.image_outputs import GeneratedImage, encode_png, require_pillow
 from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.entrypoints.openai.common.handler import RequestHandler
 from mvllm.entrypoints.openai.common.json_response import encode_json
-from mvllm.entrypoints.openai.common.serving_base import RequestHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.protocol import ImageGenerationRequest
 from mvllm.errors import ConfigError, RequestError

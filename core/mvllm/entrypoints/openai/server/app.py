@@ -5,48 +5,42 @@ from __future__ import annotations
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
-from starlette.exceptions import HTTPException
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mvllm import plugin_groups
 from mvllm.engine.metrics.tracing import Tracer
-from mvllm.entrypoints.openai.common.api_format import error_response
-from mvllm.entrypoints.openai.common.errors import APIError, to_api_error
+from mvllm.entrypoints.openai.common.api_router import APIRouter
 from mvllm.entrypoints.openai.common.openapi import openapi_document
 from mvllm.entrypoints.openai.common.relaxation_header import RELAXATIONS_HEADER
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.openai.common.streaming_response import CLIENT_CLOSED_REQUEST, ClientDisconnected
+from mvllm.entrypoints.openai.common.streaming_response import ClientDisconnected
 from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_HEADER
 from mvllm.entrypoints.openai.server.authentication import APIKeys
 from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.browser_requests import BrowserCheck
+from mvllm.entrypoints.openai.server.error_handlers import handle_client_disconnect, handle_error, make_application
+from mvllm.entrypoints.openai.server.fastapi_routers import routes_of
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle, load_http_plugins
-from mvllm.entrypoints.openai.server.middleware import RequestMiddleware
+from mvllm.entrypoints.openai.server.middleware import UNAUTHENTICATED_PATHS, RequestMiddleware
 from mvllm.entrypoints.openai.server.rate_limits import RateLimiter
 from mvllm.entrypoints.openai.server.root_routes import PluginRoutes
 from mvllm.entrypoints.openai.server.routes import Routes
+from mvllm.entrypoints.openai.server.server_handle import APIServerHandle
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.tracing_middleware import TracingMiddleware
 from mvllm.entrypoints.openai.server.web_pages import docs_page, playground_page
-from mvllm.entrypoints.root_plugins import (
-    api_formats,
-    is_root_plugin,
-    log_failures,
-    missing_part_of,
-    root_plugins,
-)
-from mvllm.errors import MvllmError
-from mvllm.version import __version__
+from mvllm.entrypoints.root_plugins import api_formats, is_root_plugin, log_failures, root_plugins
 
 _RUNNING = "mvllm is running"
 """What programs get at `/`, unless a plugin has another text."""
@@ -66,9 +60,9 @@ def build_app(
     Args:
         listener: What it is to be served on; None if the application is called otherwise.
     """
-    routes, added = _make_routes(state, models, metrics, settings)
+    server, routes, added = _make_routes(state, models, metrics, settings)
     direct = [*routes.direct_routes, *added.direct_routes]
-    app: ASGIApp = DirectRoutes(_build_fastapi_app(state, models, settings, routes, added), direct)
+    app: ASGIApp = DirectRoutes(_build_starlette_app(server, routes, added), direct)
     if tracer is not None:
         operations = {path: name for plugin in added.plugins for path, name in plugin.operations.items()}
         app = TracingMiddleware(app, tracer, operations)
@@ -101,26 +95,37 @@ def add_middleware(
     return app
 
 
-def build_fastapi_app(
+def build_starlette_app(
     state: ServerState,
     models: OpenAIServingModels,
     metrics: HTTPMetrics,
     settings: ServerSettings,
-) -> FastAPI:
-    """The application without middleware."""
-    return _build_fastapi_app(state, models, settings, *_make_routes(state, models, metrics, settings))
+    more_routers: Iterable[Router] = (),
+) -> Starlette:
+    """The application without middleware.
+
+    Args:
+        more_routers: Routes beside those of the server.
+    """
+    return _build_starlette_app(*_make_routes(state, models, metrics, settings), more_routers)
 
 
-def build_app_without_engine(settings: ServerSettings) -> tuple[FastAPI, Callable[[], Awaitable[None]]]:
+def build_app_without_engine(
+    settings: ServerSettings, more_routers: Iterable[Router] = ()
+) -> tuple[Starlette, Callable[[], Awaitable[None]]]:
     """An API server's application without an engine, and a function that ends what it uses.
 
     It has all routes, for the description of the API and to find out whether there is a route; those that need an
     engine answer 503. HTTP plugins and adapters of the settings are left out.
+
+    Args:
+        more_routers: Further routes.
     """
     state = ServerState(settings.heartbeat_timeout)
     plain = replace(settings, http_plugins=(), lora_modules=())
     models = OpenAIServingModels(("model",), "model")
-    return build_fastapi_app(state, models, HTTPMetrics(CollectorRegistry()), plain), state.close
+    app = build_starlette_app(state, models, HTTPMetrics(CollectorRegistry()), plain, more_routers)
+    return app, state.close
 
 
 class DirectRoutes:
@@ -149,9 +154,9 @@ class DirectRoutes:
         try:
             response: Response = await route.endpoint(request)
         except ClientDisconnected as e:
-            response = await _handle_client_disconnect(request, e)
+            response = await handle_client_disconnect(request, e)
         except Exception as e:  # noqa: BLE001  (to_api_error logs it)
-            response = await _handle_error(request, e)
+            response = await handle_error(request, e)
         await response(scope, receive, send)
 
 
@@ -160,93 +165,60 @@ def _make_routes(
     models: OpenAIServingModels,
     metrics: HTTPMetrics,
     settings: ServerSettings,
-) -> tuple[Routes, PluginRoutes]:
-    body_routes = BodyRoutes(state, models, settings)
+) -> tuple[APIServerHandle, Routes, PluginRoutes]:
+    server = APIServerHandle("", state, models, settings, BodyRoutes(state, models, settings))
     log_failures(root_plugins(settings.disabled_http_plugins, settings.http_plugins))
-    added = PluginRoutes(state, models, settings, body_routes)
-    routes = Routes(state, models, metrics, settings, body_routes, added.store_completion)
+    added = PluginRoutes(server)
+    routes = Routes(server, metrics, added.store_completion)
     added.check_conflicts(routes.routers)
-    return routes, added
+    return server, routes, added
 
 
-def _build_fastapi_app(
-    state: ServerState, models: OpenAIServingModels, settings: ServerSettings, routes: Routes, added: PluginRoutes
-) -> FastAPI:
-    app = FastAPI(
-        title="mvllm",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url="/openapi.json" if settings.docs else None,
-        redirect_slashes=False,  # a redirect would contain the Host header that the client sent
-    )
+def _build_starlette_app(
+    server: APIServerHandle, routes: Routes, added: PluginRoutes, more_routers: Iterable[Router] = ()
+) -> Starlette:
+    settings, body_routes = server.server_settings, server.body_routes
     plugins = load_http_plugins(
         [name for name in settings.http_plugins if not is_root_plugin(plugin_groups.require(plugin_groups.HTTP, name))],
-        lambda name: HTTPServerHandle(name, state, models, settings),
-        lambda: _add_handlers(FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)),
+        lambda name: HTTPServerHandle(name, server.state, server.models, settings),
     )
-    for router in (*routes.routers, *added.routers):
-        app.include_router(router)
-    for plugin in plugins:
-        app.mount(plugin.prefix, plugin.asgi_app(routes.body_reader))
-    parts = {plugin.prefix: plugin.app for plugin in plugins if plugin.app is not None}
+    routers = (*routes.routers, *added.routers, *more_routers)
+    found: list[BaseRoute] = [each for router in routers for each in routes_of(router)]
+    parts = {plugin.prefix: plugin.app.routes for plugin in plugins if plugin.app is not None}
     formats = api_formats(settings.disabled_http_plugins)
     tags = {name: text for plugin in added.plugins for name, text in plugin.tags.items()}
-    app.openapi = lambda: openapi_document(app, parts, routes.body_types, formats, tags)  # type: ignore[method-assign]
-    if settings.docs:
 
-        async def docs() -> HTMLResponse:
-            return docs_page(app.openapi())
-
-        app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
+    @cache
+    def document() -> dict[str, Any]:
+        return openapi_document(found, parts, body_routes.body_types, formats, tags, UNAUTHENTICATED_PATHS)
 
     text = next((plugin.root_text for plugin in added.plugins if plugin.root_text is not None), _RUNNING)
+    mounts = [Mount(plugin.prefix, plugin.asgi_app(body_routes.reader)) for plugin in plugins]
+    pages = _pages(document, text, has_docs=settings.docs)
+    return make_application([*found, *pages.routes, *mounts])
+
+
+def _pages(document: Callable[[], dict[str, Any]], text: str, *, has_docs: bool) -> APIRouter:
+    """The routes for people: the page at `/`, and the description of the API.
+
+    Args:
+        document: The description.
+        text: What programs get at `/`.
+    """
+
+    async def docs(request: Request) -> HTMLResponse:
+        return docs_page(document())
+
+    async def openapi(request: Request) -> dict[str, Any]:
+        return document()
 
     async def root(request: Request) -> Response:
         accepts_pages = "text/html" in request.headers.get("accept", "")
-        return playground_page() if settings.docs and accepts_pages else PlainTextResponse(text)
+        return playground_page() if has_docs and accepts_pages else PlainTextResponse(text)
 
-    app.add_api_route("/", root, methods=["GET"], include_in_schema=False)
-    return _add_handlers(app)
-
-
-def _add_handlers(app: FastAPI) -> FastAPI:
-    """Adds handlers that turn exceptions into error responses."""
-    app.add_exception_handler(ClientDisconnected, _handle_client_disconnect)
-    for kind in (APIError, MvllmError, Exception):
-        app.add_exception_handler(kind, _handle_error)
-    app.add_exception_handler(HTTPException, _handle_http_exception)
-    app.add_exception_handler(RequestValidationError, _handle_validation_error)
-    return app
-
-
-async def _handle_client_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-async def _handle_error(request: Request, error: Exception) -> Response:
-    return error_response(to_api_error(error), request.scope)
-
-
-async def _handle_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, APIError):  # it has more fields, such as `close`
-        return error_response(error.__cause__, request.scope)
-    if error.status_code == 404 and error.detail == "Not Found":  # a plugin's 404 has another text
-        refused = APIError(404, "There is no route at this path.", code="unknown_path")
-        if (missing := missing_part_of(request.scope["path"])) is not None:
-            refused = APIError(404, missing, code="not_installed")
-        return error_response(refused, request.scope)
-    if error.status_code == 405:
-        refused = APIError(405, "This path does not accept this method.", code="method_not_allowed")
-        response = error_response(refused, request.scope)
-        response.headers.update(error.headers or {})
-        return response
-    return error_response(APIError(error.status_code, str(error.detail)), request.scope)
-
-
-async def _handle_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    name = str(error.errors()[0]["loc"][-1])
-    refused = APIError(400, f"The value of the parameter {name[:40]!a} is not valid.", param=name[:40])
-    return error_response(refused, request.scope)
+    pages = APIRouter()
+    pages.add_api_route("/", root, include_in_schema=False)
+    if has_docs:
+        pages.add_api_route("/docs", docs, include_in_schema=False)
+        pages.add_api_route("/openapi.json", openapi, include_in_schema=False)
+    return pages

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.entrypoints.openai.client_request import ModelRequest
+from mvllm.entrypoints.openai.common.api_router import APIRouter
+from mvllm.entrypoints.openai.common.handler import Handler
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.openapi import request_body_schema
 from mvllm.entrypoints.openai.common.relaxation_header import set_relaxations
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
-from mvllm.entrypoints.openai.common.serving_base import Handler, StreamingHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
@@ -24,8 +24,7 @@ from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.unsupported_fields import reject_unsupported_fields
 
 R = TypeVar("R", bound=ModelRequest)
-Endpoint = Callable[..., Awaitable[Response]]
-"""Called with the request and the parameters of its path."""
+Endpoint = Callable[[Request], Awaitable[Response]]
 MakeHandler = Callable[[ServingContext, str, R], Handler]
 """Makes the handler of a request from the context, the model's name in the response and the body."""
 
@@ -69,12 +68,13 @@ class BodyRoutes:
         """Adds a POST route whose endpoint reads the body itself, with `decode`.
 
         Args:
+            router: Core's router, or one of FastAPI.
             example: A body, for the API's description.
         """
         self.paths.add(path)
         self._decoders[body_type] = BodyDecoder(body_type)
         extra = request_body_schema(body_type, example)
-        router.add_api_route(path, endpoint, methods=["POST"], name=path, summary=summary, openapi_extra=extra)
+        router.add_api_route(path, endpoint, methods=["POST"], summary=summary, openapi_extra=extra)
 
     def add_handler(
         self,
@@ -156,7 +156,7 @@ class BodyRoutes:
                 await handler.start()
                 admitted.count_tokens()
                 set_relaxations(request.scope, handler.relaxations)
-                if not (isinstance(handler, StreamingHandler) and handler.is_streaming):
+                if not handler.is_streaming:
                     body_bytes = await handler.full_response()
                     admitted.count_tokens()  # before the headers of the response
                     return json_response(body_bytes)

@@ -1,6 +1,6 @@
 """HTTP plugins under `/plugins/<name>`: packages that add routes to the server if they are named.
 
-    mvllm.http      greeting = my_package.routes:make_router          make_router(server: HTTPServerHandle) -> APIRouter
+    mvllm.http      greeting = my_package.routes:make_router          make_router(server: HTTPServerHandle) -> Router
     --http-plugins greeting                                           its routes are under /plugins/greeting
 
 A plugin's routes are a separate application, mounted under the plugin's prefix, so they cannot shadow the server's
@@ -19,10 +19,11 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mvllm import plugin_groups
@@ -35,6 +36,8 @@ from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.common.server_sent_events import DONE, error_event
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
+from mvllm.entrypoints.openai.server.error_handlers import make_application
+from mvllm.entrypoints.openai.server.fastapi_routers import routes_of
 from mvllm.entrypoints.openai.server.rate_limits import current_request
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
@@ -191,7 +194,7 @@ class LoadedPlugin:
 
     name: str
     source: PluginSource
-    app: FastAPI | None
+    app: Starlette | None
     error: str | None = None
 
     @property
@@ -204,30 +207,26 @@ class LoadedPlugin:
         return _unavailable(self.name) if self.app is None else _BodyLimitMiddleware(self.app, self.prefix, bodies)
 
 
-def load_http_plugins(
-    names: Sequence[str], make_handle: Callable[[str], HTTPServerHandle], make_app: Callable[[], FastAPI]
-) -> list[LoadedPlugin]:
+def load_http_plugins(names: Sequence[str], make_handle: Callable[[str], HTTPServerHandle]) -> list[LoadedPlugin]:
     """Loads plugins. The error of one that fails is logged.
 
     Args:
         make_handle: Makes the handle that a plugin gets.
-        make_app: Makes an application without routes that has the server's error handlers.
 
     Raises:
         ConfigError: No package has a plugin of a name, or it is not allowed.
     """
-    return [_load(name, make_handle, make_app) for name in dict.fromkeys(names)]
+    return [_load(name, make_handle) for name in dict.fromkeys(names)]
 
 
-def _load(name: str, make_handle: Callable[[str], HTTPServerHandle], make_app: Callable[[], FastAPI]) -> LoadedPlugin:
+def _load(name: str, make_handle: Callable[[str], HTTPServerHandle]) -> LoadedPlugin:
     source = plugin_groups.require(plugin_groups.HTTP, name)
     try:
         make_router = plugin_groups.load(plugin_groups.HTTP, source)
         router = make_router(make_handle(name))
-        if not isinstance(router, APIRouter):
-            raise ConfigError(f"it returned {type(router).__name__}, not fastapi.APIRouter")
-        app = make_app()
-        app.include_router(router)
+        if not isinstance(router, Router):
+            raise ConfigError(f"it returned {type(router).__name__}, not a Router of Starlette or FastAPI")
+        app = make_application(routes_of(router))
     except KeyboardInterrupt:
         raise
     except BaseException as e:
@@ -249,7 +248,7 @@ class _BodyLimitMiddleware:
         async def receive_limited() -> Message:
             try:
                 return await limited()
-            except APIError as e:  # FastAPI turns unknown exceptions into 400
+            except APIError as e:  # FastAPI turns other exceptions into 400
                 raise HTTPException(e.status, e.message) from e
 
         try:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fastapi import APIRouter
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from mvllm.entrypoints.http_plugin import HTTPPlugin
-from mvllm.entrypoints.openai.chat.routes import StoreCompletion
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
+from mvllm.entrypoints.openai.chat_completions import StoreCompletion
 from mvllm.entrypoints.openai.server.http_plugins import PREFIX
 from mvllm.entrypoints.openai.server.server_handle import APIServerHandle, HTTPRoutes
-from mvllm.entrypoints.openai.server.server_state import ServerState
-from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.root_plugins import RootPlugin, loaded_plugins
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.logging import get_logger
@@ -29,7 +24,7 @@ class PluginRoutes:
     """The routes of all plugins that are installed and not disabled. Logs the error of one that fails.
 
     Args:
-        state, models, settings, body_routes: The server's.
+        server: The API server.
 
     Attributes:
         plugins: The plugins.
@@ -39,15 +34,14 @@ class PluginRoutes:
         ConfigError: On construction: a plugin cannot run with its settings, or is named in `http_plugins` and fails.
     """
 
-    def __init__(
-        self, state: ServerState, models: OpenAIServingModels, settings: ServerSettings, body_routes: BodyRoutes
-    ) -> None:
+    def __init__(self, server: APIServerHandle) -> None:
+        settings = server.server_settings
         self._made: list[tuple[PluginSource, HTTPRoutes]] = []
-        self._body_routes = body_routes
+        self._body_paths = server.body_routes.paths
         self.plugins: list[HTTPPlugin] = []
         self.store_completion: StoreCompletion | None = None
         for each, plugin in loaded_plugins(settings.disabled_http_plugins):
-            handle = APIServerHandle(each.name, state, models, settings, body_routes)
+            handle = server.for_plugin(each.name)
             made = _make(each, plugin, handle, is_required=each.name in settings.http_plugins)
             if made is not None:
                 self._made.append((each.source, made))
@@ -55,7 +49,7 @@ class PluginRoutes:
                 self.store_completion = self.store_completion or made.store_completion
 
     @property
-    def routers(self) -> list[APIRouter]:
+    def routers(self) -> list[Router]:
         """The routes."""
         return [router for _, made in self._made for router in made.routers]
 
@@ -64,9 +58,9 @@ class PluginRoutes:
         """Those of them for `DirectRoutes`: with a JSON body, and without parameters in their paths."""
         found = (route for router in self.routers for route in _routes(router))
         posts = (route for route in found if "POST" in (route.methods or ()) and not route.param_convertors)
-        return [route for route in posts if route.path in self._body_routes.paths]
+        return [route for route in posts if route.path in self._body_paths]
 
-    def check_conflicts(self, core_routers: Iterable[APIRouter]) -> None:
+    def check_conflicts(self, core_routers: Iterable[Router]) -> None:
         """Checks that no plugin has a route that core or another plugin has.
 
         Raises:
@@ -98,7 +92,7 @@ def _make(each: RootPlugin, plugin: HTTPPlugin, handle: APIServerHandle, *, is_r
     return made
 
 
-def _routes(router: APIRouter) -> Iterator[Route]:
+def _routes(router: Router) -> Iterator[Route]:
     return (route for route in router.routes if isinstance(route, Route))
 
 

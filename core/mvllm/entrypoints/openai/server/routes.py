@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from mvllm.entrypoints.openai.admin.admin_routes import AdminRoutes
 from mvllm.entrypoints.openai.admin.rollout_routes import RolloutRoutes
-from mvllm.entrypoints.openai.admin.routes import AdminRoutes
-from mvllm.entrypoints.openai.audio.routes import AudioRoutes
-from mvllm.entrypoints.openai.chat.routes import ChatCompletionRoutes, StoreCompletion
-from mvllm.entrypoints.openai.client_request import ModelRequest
+from mvllm.entrypoints.openai.audio.audio_routes import AudioRoutes
+from mvllm.entrypoints.openai.chat_completions import ChatCompletionHandler, StoreCompletion
 from mvllm.entrypoints.openai.common.api_format import api_format
+from mvllm.entrypoints.openai.common.api_router import APIRoute, APIRouter
 from mvllm.entrypoints.openai.common.json_response import json_response
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.openai.completions.serving import CompletionHandler
+from mvllm.entrypoints.openai.completions import CompletionHandler
 from mvllm.entrypoints.openai.images.serving import ImageGenerationHandler
-from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingHandler, PoolingHandler
-from mvllm.entrypoints.openai.pooling.serving_score import ClassificationHandler, RerankHandler, ScoreHandler
+from mvllm.entrypoints.openai.pooling.embeddings import embedding_handler, pooling_handler
+from mvllm.entrypoints.openai.pooling.scores import classification_handler, rerank_handler, score_handler
 from mvllm.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
     ClassificationRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -30,11 +28,10 @@ from mvllm.entrypoints.openai.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.http_metrics import CONTENT_TYPE, HTTPMetrics
-from mvllm.entrypoints.openai.server.server_state import ServerPhase, ServerState
-from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.tokenize.routes import TokenizeRoutes
+from mvllm.entrypoints.openai.server.server_handle import APIServerHandle
+from mvllm.entrypoints.openai.server.server_state import ServerPhase
+from mvllm.entrypoints.openai.tokenize_routes import TokenizeRoutes
 from mvllm.version import __version__
 
 _GENERATION: tuple[tuple[str, Any, Any, str], ...] = (
@@ -42,14 +39,14 @@ _GENERATION: tuple[tuple[str, Any, Any, str], ...] = (
     ("/v1/images/generations", ImageGenerationRequest, ImageGenerationHandler, "Generate images of a prompt."),
 )
 _POOLING: tuple[tuple[str, Any, Any, str], ...] = (
-    ("/v1/embeddings", EmbeddingRequest, EmbeddingHandler, "Embeddings of texts."),
-    ("/pooling", PoolingRequest, PoolingHandler, "Embeddings of texts or of each token, or scores of texts."),
-    ("/classify", ClassificationRequest, ClassificationHandler, "Classify texts."),
-    ("/v1/score", ScoreRequest, ScoreHandler, "Score pairs of texts."),
-    ("/score", ScoreRequest, ScoreHandler, "Score pairs of texts."),
-    ("/v1/rerank", RerankRequest, RerankHandler, "Sort documents by their relevance for a query."),
-    ("/rerank", RerankRequest, RerankHandler, "Sort documents by their relevance for a query."),
-    ("/v2/rerank", RerankRequest, RerankHandler, "Sort documents by their relevance for a query."),
+    ("/v1/embeddings", EmbeddingRequest, embedding_handler, "Embeddings of texts."),
+    ("/pooling", PoolingRequest, pooling_handler, "Embeddings of texts or of each token, or scores of texts."),
+    ("/classify", ClassificationRequest, classification_handler, "Classify texts."),
+    ("/v1/score", ScoreRequest, score_handler, "Score pairs of texts."),
+    ("/score", ScoreRequest, score_handler, "Score pairs of texts."),
+    ("/v1/rerank", RerankRequest, rerank_handler, "Sort documents by their relevance for a query."),
+    ("/rerank", RerankRequest, rerank_handler, "Sort documents by their relevance for a query."),
+    ("/v2/rerank", RerankRequest, rerank_handler, "Sort documents by their relevance for a query."),
 )
 
 
@@ -57,33 +54,22 @@ class Routes:
     """The routes of the server.
 
     Args:
-        state: The server's state.
-        models: Names of the model and of LoRA adapters.
+        server: The API server.
         metrics: The metrics at `/metrics`.
-        settings: The server's.
-        body_routes: Adds the routes with a JSON body.
         store_completion: Stores chat completions; None if the server stores none.
 
     Attributes:
         routers: All routes, with the tags of `openapi.TAGS`.
-        body_reader: Reads bodies within the server's limits.
-        direct_routes: The most used of them, for `DirectRoutes`. They have neither parameters nor response models.
+        direct_routes: The most used of them, for `DirectRoutes`. They have no parameters.
     """
 
     def __init__(
-        self,
-        state: ServerState,
-        models: OpenAIServingModels,
-        metrics: HTTPMetrics,
-        settings: ServerSettings,
-        body_routes: BodyRoutes,
-        store_completion: StoreCompletion | None = None,
+        self, server: APIServerHandle, metrics: HTTPMetrics, store_completion: StoreCompletion | None = None
     ) -> None:
-        self._state = state
-        self._models = models
+        self._state, self._models = server.state, server.models
+        self._body_routes = body_routes = server.body_routes
         self._metrics = metrics
-        self.body_reader = body_routes.reader
-        self._body_routes = body_routes
+        self._store_completion = store_completion
         tags = ("health", "generation", "embeddings", "models", "tokens", "monitoring", "admin")
         self.routers = [APIRouter(tags=[tag]) for tag in tags]
         health, generation, embeddings, model_names, tokens, monitoring, admin = self.routers
@@ -95,41 +81,45 @@ class Routes:
             health.add_api_route("/ping", self.liveness, methods=[method], summary="Whether the server works.")
         health.add_api_route("/health/ready", self.readiness, methods=["GET"], summary="Whether it accepts requests.")
 
-        ChatCompletionRoutes(body_routes, store_completion).add_to(generation)
+        summary = "Generate the next message of a conversation."
+        body_routes.add(generation, "/v1/chat/completions", ChatCompletionRequest, self.chat_completion, summary)
         for route in _GENERATION:
             body_routes.add_handler(generation, *route)
-        AudioRoutes(state, models, body_routes).add_to(generation)
+        AudioRoutes(server).add_to(generation)
         self.direct_routes = [
             route
             for route in generation.routes
-            if isinstance(route, Route) and not route.param_convertors and "POST" in (route.methods or ())
+            if isinstance(route, APIRoute) and not route.param_convertors and "POST" in route.methods
         ]
         for route in _POOLING:
             body_routes.add_handler(embeddings, *route, with_adapters=False)
 
         model_names.add_api_route("/v1/models", self.list_models, methods=["GET"], summary="The models.")
         model_names.add_api_route("/v1/models/{model_id:path}", self.get_model, methods=["GET"], summary="One model.")
-        TokenizeRoutes(state, body_routes).add_to(tokens)
+        TokenizeRoutes(server).add_to(tokens)
         monitoring.add_api_route("/version", self.version, methods=["GET"], summary="The server's version.")
         monitoring.add_api_route("/load", self.load, methods=["GET"], summary="Requests and cache usage, now.")
         monitoring.add_api_route("/metrics", self.get_metrics, methods=["GET"], summary="Metrics for Prometheus.")
-        AdminRoutes(state, models, settings, body_routes).add_to(admin)
-        RolloutRoutes(state, models, body_routes).add_to(admin)
+        AdminRoutes(server).add_to(admin)
+        RolloutRoutes(server).add_to(admin)
 
-    @property
-    def body_types(self) -> list[type[ModelRequest]]:
-        """The types of the bodies of all routes, with those of plugins."""
-        return self._body_routes.body_types
+    async def chat_completion(self, request: Request) -> Response:
+        """Generates the next message of a conversation."""
+        context, model, body = await self._body_routes.decode_for_model(request, ChatCompletionRequest)
+        handler = ChatCompletionHandler(context, model, body)
+        if body.store is True and self._store_completion is not None:
+            return await self._body_routes.run(request, self._store_completion(handler, body, request), model)
+        return await self._body_routes.run(request, handler, model)
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
         """As `liveness`, and whether the model is loaded, for which clients of other engines wait."""
         return _status_response(self._state.unhealthy_reason() or self._state.loading_reason())
 
-    async def liveness(self) -> Response:
+    async def liveness(self, request: Request) -> Response:
         """Whether the process and its engine make progress. Answered from memory."""
         return _status_response(self._state.unhealthy_reason())
 
-    async def readiness(self) -> Response:
+    async def readiness(self, request: Request) -> Response:
         """Whether the server accepts requests. Answered from memory."""
         return _status_response(self._state.not_ready_reason())
 
@@ -138,17 +128,18 @@ class Routes:
         cards = self._models.model_cards(self._max_model_len())
         return json_response(api_format(request.scope).model_list(cards))
 
-    async def get_model(self, request: Request, model_id: str) -> Response:
+    async def get_model(self, request: Request) -> Response:
         """One of the names, in the format of the client's API."""
+        model_id: str = request.path_params["model_id"]
         self._models.resolve_name(model_id, with_adapters=True)
         [card] = [card for card in self._models.model_cards(self._max_model_len()) if card["id"] == model_id]
         return json_response(api_format(request.scope).model(card))
 
-    async def version(self) -> Response:
+    async def version(self, request: Request) -> Response:
         """The version of mvllm."""
         return json_response({"version": __version__})
 
-    async def load(self) -> Response:
+    async def load(self, request: Request) -> Response:
         """Requests, cache usage and throughput, now."""
         state, engine = self._state, self._state.loaded_engine
         fields: dict[str, Any] = {"server_load": state.total_num_in_flight, "phase": state.phase.value}
@@ -163,7 +154,7 @@ class Routes:
             }
         return json_response(fields)
 
-    async def get_metrics(self) -> Response:
+    async def get_metrics(self, request: Request) -> Response:
         """The metrics in Prometheus' format."""
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mvllm.extension_api.http import BodyRoutes, cancel_on_disconnect, json_response, renamed_fields
+from mvllm.extension_api.http import APIRouter, BodyRoutes, cancel_on_disconnect, json_response, renamed_fields
 from mvllm_compat.anthropic.input_messages import CHAT_TO_MESSAGES_FIELDS, to_chat_request
+from mvllm_compat.anthropic.messages import MessagesHandler
 from mvllm_compat.anthropic.protocol import CountTokensRequest, MessagesRequest
-from mvllm_compat.anthropic.serving import MessagesHandler
 
 _CONVERSATION = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 

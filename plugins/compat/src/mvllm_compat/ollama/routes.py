@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.extension_api import ModelConfig
 from mvllm.extension_api.http import (
+    APIRouter,
     APIServerHandle,
     RequestHandler,
     ServingContext,
@@ -18,6 +18,8 @@ from mvllm.extension_api.http import (
     waited_nanoseconds,
     weights_size,
 )
+from mvllm_compat.ollama.embeddings import OllamaEmbedHandler, ollama_embeddings_handler
+from mvllm_compat.ollama.generation import OllamaChatHandler, OllamaGenerateHandler, OllamaHandler, first_fields
 from mvllm_compat.ollama.models import canonical_name, list_entry, running_entry, show_response
 from mvllm_compat.ollama.protocol import (
     OllamaChatRequest,
@@ -27,8 +29,6 @@ from mvllm_compat.ollama.protocol import (
     OllamaRequest,
     OllamaShowRequest,
 )
-from mvllm_compat.ollama.serving import OllamaChatHandler, OllamaGenerateHandler, OllamaHandler, first_fields
-from mvllm_compat.ollama.serving_embedding import OllamaEmbeddingsHandler, OllamaEmbedHandler
 
 R = TypeVar("R", bound=OllamaRequest)
 
@@ -98,7 +98,7 @@ class OllamaRoutes:
         context, model, body = await self._decode(request, OllamaEmbeddingsRequest, with_adapters=False)
         if not body.prompt:  # only loads the model
             return json_response({"embedding": []})
-        return await self._run(request, OllamaEmbeddingsHandler(context, model, body), model)
+        return await self._run(request, ollama_embeddings_handler(context, model, body), model)
 
     async def show(self, request: Request) -> Response:
         """Details of a model."""
@@ -110,7 +110,7 @@ class OllamaRoutes:
         template = await context.tokenizer_pool.run(context.prompt_renderer.template_text)
         return json_response(show_response(card, context, await self._weights_size(config), template))
 
-    async def tags(self) -> Response:
+    async def tags(self, request: Request) -> Response:
         """The models that requests may name."""
         engine = self._server.loaded_engine
         config = None if engine is None else engine.model_config
@@ -118,7 +118,7 @@ class OllamaRoutes:
         cards = self._models.model_cards(None)
         return json_response({"models": [list_entry(card, config, size) for card in cards]})
 
-    async def running_models(self) -> Response:
+    async def running_models(self, request: Request) -> Response:
         """The models that are loaded: all of them, or none while the server starts."""
         engine = self._server.loaded_engine
         if engine is None:
@@ -127,7 +127,7 @@ class OllamaRoutes:
         cards = self._models.model_cards(None)
         return json_response({"models": [running_entry(card, engine.model_config, size) for card in cards]})
 
-    async def version(self) -> Response:
+    async def version(self, request: Request) -> Response:
         """The version of the API."""
         return json_response({"version": OLLAMA_VERSION})
 

@@ -180,7 +180,7 @@ class MCPConnection:
         from mcp.client.stdio import stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
-        from mvllm_responses.mcp.limited_transport import LimitedTransport
+        from mvllm_responses.mcp.transport import ToolServerTransport
 
         server, seconds = self._tool.server, max(self._settings.timeout, self._settings.start_timeout)
         transport: Any
@@ -194,7 +194,7 @@ class MCPConnection:
             http = httpx2.AsyncClient(
                 headers=self._tool.headers,
                 timeout=seconds,
-                transport=LimitedTransport(public_only=public_only),
+                transport=ToolServerTransport(public_only=public_only),
                 trust_env=False,
             )
             transport = streamable_http_client(server.url, http_client=await stack.enter_async_context(http))

@@ -6,18 +6,16 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.entrypoints.openai.audio.form import parse_form
 from mvllm.entrypoints.openai.audio.formats import MEDIA_TYPES
-from mvllm.entrypoints.openai.audio.serving import TRANSCRIBE, TRANSLATE, TranscriptionHandler
+from mvllm.entrypoints.openai.audio.transcriptions import TRANSCRIBE, TRANSLATE, TranscriptionHandler
+from mvllm.entrypoints.openai.common.api_router import APIRouter
 from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.protocol import TranscriptionRequest
-from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
-from mvllm.entrypoints.openai.server.server_state import ServerState
+from mvllm.entrypoints.openai.server.server_handle import APIServerHandle
 
 _LIST = "timestamp_granularities"
 _PATHS = (
@@ -45,20 +43,16 @@ class AudioRoutes:
     """Answers requests for the text of audio.
 
     Args:
-        state: The server's state.
-        models: Names of the model and of LoRA adapters.
-        body_routes: Reads bodies and runs handlers.
+        server: The API server.
     """
 
-    def __init__(self, state: ServerState, models: OpenAIServingModels, body_routes: BodyRoutes) -> None:
-        self._state, self._models, self._body_routes = state, models, body_routes
+    def __init__(self, server: APIServerHandle) -> None:
+        self._server = server
 
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes."""
         for path, task, summary in _PATHS:
-            router.add_api_route(
-                path, self._endpoint(task), methods=["POST"], name=path, summary=summary, openapi_extra=_FORM
-            )
+            router.add_api_route(path, self._endpoint(task), methods=["POST"], summary=summary, openapi_extra=_FORM)
 
     def _endpoint(self, task: str) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -67,16 +61,16 @@ class AudioRoutes:
         return endpoint
 
     async def _transcribe(self, task: str, request: Request) -> Response:
-        context = self._state.context
-        body = await self._body_routes.reader.read_any(request)
+        context = self._server.state.context
+        body = await self._server.body_routes.reader.read_any(request)
         fields = parse_form(request.headers.get("content-type", ""), body)
         audio = fields.pop("file", [b""])[-1]
         if not audio:
             raise APIError(400, "The form needs the field 'file' with an audio file.", param="file")
         values = read_fields(fields)
-        model = self._models.resolve_name(values.model, with_adapters=False)
+        model = self._server.models.resolve_name(values.model, with_adapters=False)
         handler = TranscriptionHandler(context, model, values, audio, task)
-        response = await self._body_routes.run(request, handler, model)
+        response = await self._server.body_routes.run(request, handler, model)
         response.headers["content-type"] = MEDIA_TYPES[handler.response_format]
         return response
 

@@ -9,8 +9,9 @@ import msgspec
 
 from mvllm.extension_api.http import (
     EmbeddingRequest,
-    InputListHandler,
+    InputList,
     PoolingParams,
+    PoolingRequestHandler,
     PoolingRequestOutput,
     PoolingTask,
     ServingContext,
@@ -21,32 +22,32 @@ from mvllm_compat.ollama.durations import RequestDurations
 from mvllm_compat.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest
 
 
-class OllamaEmbedHandler(InputListHandler[EmbeddingRequest]):
+class OllamaEmbedHandler(PoolingRequestHandler):
     """Answers one request to `/api/embed`: a vector of length 1 for each input."""
 
-    id_prefix = "ollama-"
-
     def __init__(self, context: ServingContext, model: str, request: OllamaEmbedRequest) -> None:
-        super().__init__(context, request.model or model, None)
-        self.durations = RequestDurations()
         inputs: Any = request.input
-        self._request = EmbeddingRequest(input=inputs)
-        self._params = PoolingParams(
+        params = PoolingParams(
             dimensions=request.dimensions,
             normalize=True,
             truncate_prompt_tokens=None if request.truncate is False else -1,
             task=PoolingTask.EMBED,
         )
+        self._name = request.model or model
+        self.durations = RequestDurations()
+        super().__init__(
+            context, model, "ollama-", None, InputList(EmbeddingRequest(input=inputs), params), self._encode_vectors
+        )
 
     async def start(self) -> None:
-        """See RequestHandler."""
+        """See Handler."""
         self.durations.note_loaded()
         await super().start()
 
-    def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
+    def _encode_vectors(self, _: PoolingRequestHandler, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         return encode_json(
             {
-                "model": self._model,
+                "model": self._name,
                 "embeddings": [msgspec.Raw(encode_json(output.outputs.data.tolist())) for output in outputs],
                 **self.durations.fields(),
                 "prompt_eval_count": pooling_usage(outputs)["prompt_tokens"],
@@ -54,17 +55,15 @@ class OllamaEmbedHandler(InputListHandler[EmbeddingRequest]):
         )
 
 
-class OllamaEmbeddingsHandler(InputListHandler[EmbeddingRequest]):
-    """Answers one request to `/api/embeddings`: the vector of one input as it is pooled, not scaled."""
+def ollama_embeddings_handler(
+    context: ServingContext, model: str, request: OllamaEmbeddingsRequest
+) -> PoolingRequestHandler:
+    """The handler of one request to `/api/embeddings`: the vector of one input as it is pooled, not scaled."""
+    params = PoolingParams(normalize=False, truncate_prompt_tokens=-1, task=PoolingTask.EMBED)
+    inputs = InputList(EmbeddingRequest(input=request.prompt), params, field="prompt")
 
-    id_prefix = "ollama-"
-    field = "prompt"
-
-    def __init__(self, context: ServingContext, model: str, request: OllamaEmbeddingsRequest) -> None:
-        super().__init__(context, request.model or model, None)
-        self._request = EmbeddingRequest(input=request.prompt)
-        self._params = PoolingParams(normalize=False, truncate_prompt_tokens=-1, task=PoolingTask.EMBED)
-
-    def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
+    def encode(_: PoolingRequestHandler, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         [output] = outputs
         return encode_json({"embedding": output.outputs.data.tolist()})
+
+    return PoolingRequestHandler(context, model, "ollama-", None, inputs, encode)

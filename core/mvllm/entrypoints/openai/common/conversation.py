@@ -1,21 +1,22 @@
-"""Base of the handlers of conversations of all APIs: prompt, tools, structured output and output parser."""
+"""A conversation of any API as the engine runs it: prompt, tools, structured output and output parser."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import ClassVar, cast
+from typing import cast
 
 import msgspec
 
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import ChatPromptRenderer, check_tools
+from mvllm.entrypoints.openai.common.engine_requests import EngineRequests
 from mvllm.entrypoints.openai.common.output_constraint import output_constraint
 from mvllm.entrypoints.openai.common.reasoning_tokens import count_reasoning_tokens
 from mvllm.entrypoints.openai.common.request_sampling_params import chat_sampling_params
-from mvllm.entrypoints.openai.common.serving_base import GenerationHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
+from mvllm.entrypoints.openai.common.usage import UsageCounter
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
 from mvllm.entrypoints.parsers.interface import Delta
 from mvllm.entrypoints.parsers.output_parser import OutputParser, OutputParserStream
@@ -26,107 +27,106 @@ from mvllm.messages.inputs import PromptType
 from mvllm.messages.structured_outputs import StructuredOutputsParams
 
 
-class ChatHandler(GenerationHandler):
-    """Answers a conversation with the assistant's next message.
+class Conversation:
+    """What a chat completion request asks of the engine, and how the output of the model is read.
 
     Args:
-        context, model, id_prefix: As for RequestHandler.
+        context: The engine, and what handlers share.
         request: The body of the HTTP request, or the chat completion request that it amounts to.
+        requires_thinking_tags: Whether a budget of thinking tokens is an error if the server does not know the tags of
+            the model's thoughts. Otherwise those of `DEFAULT_TAGS` are assumed.
+
+    Attributes:
+        request: The request; replaced to shorten it before the prompt is built.
+        params: Sampling parameters. `build_prompts` completes them.
+        constraint: Structured output that the request asks for.
+        tool_choice: Which tools the model may or must call.
+        output_parser: Separates reasoning and tool calls from the text.
 
     Raises:
         RequestError: On construction: a setting is not acceptable.
-
-    Attributes:
-        field_names: Fields of a chat completion request, with the corresponding fields of the API that the handler
-            serves. Errors of `start` have these names.
-        requires_thinking_tags: Whether a budget of thinking tokens is an error if the server does not know the tags of
-            the model's thoughts. Otherwise those of `DEFAULT_TAGS` are assumed.
     """
 
-    field_names: ClassVar[Mapping[str, str]] = {}
-    requires_thinking_tags: ClassVar[bool] = True
-    _request: ChatCompletionRequest
-
-    def __init__(self, context: ServingContext, model: str, id_prefix: str, request: ChatCompletionRequest) -> None:
+    def __init__(
+        self, context: ServingContext, request: ChatCompletionRequest, *, requires_thinking_tags: bool = True
+    ) -> None:
         renderer = context.prompt_renderer
         check_tools(request.tools)
-        self._tool_choice = parse_tool_choice(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-        constraint = output_constraint(request, self._tool_choice, renderer.tool_parser)
-        params = chat_sampling_params(request, context.engine.model_config.generation_defaults, constraint)
-        self._output_parser = _build_output_parser(
+        self._context = context
+        self.request = request
+        self.tool_choice = parse_tool_choice(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+        self.constraint = output_constraint(request, self.tool_choice, renderer.tool_parser)
+        params = chat_sampling_params(request, context.engine.model_config.generation_defaults, self.constraint)
+        self.output_parser = _build_output_parser(
             request,
             renderer,
-            self._tool_choice,
-            is_constrained=constraint is not None and self._tool_choice.mode != "auto",
+            self.tool_choice,
+            is_constrained=self.constraint is not None and self.tool_choice.mode != "auto",
         )
-        if self._output_parser.needs_special_tokens(renderer.special_tokens):
+        if self.output_parser.needs_special_tokens(renderer.special_tokens):
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-        if params.thinking_token_budget is not None and self.requires_thinking_tags:
-            _check_thinking_tags(self._output_parser)
-        super().__init__(context, model, id_prefix, request, params, constraint)
+        if params.thinking_token_budget is not None and requires_thinking_tags:
+            _check_thinking_tags(self.output_parser)
+        self.params = params
 
-    async def start(self) -> None:
-        """Adds the prompt to the engine. See RequestHandler."""
-        with renamed_fields(self.field_names):
-            await super().start()
+    async def build_prompts(self) -> list[PromptType]:
+        """The prompt. Sets what `params` need of it.
 
-    async def _read_deltas(self) -> AsyncGenerator[tuple[RequestOutput, list[Delta]], None]:
-        """The outputs of a request for one sequence, each with the deltas of its text. Counts the usage.
+        Raises:
+            RequestError: The request is not acceptable.
+        """
+        prompt = await self._context.prompt_renderer.render(self.request)
+        if self.request.cache_salt is not None:
+            prompt["cache_salt"] = self.request.cache_salt
+        text = self._parser_prompt(prompt.get("prompt"))
+        if self.params.thinking_token_budget is not None and self.output_parser.thinking_tags is not None:
+            thinking_tags = self.output_parser.thinking_tags_for(text)
+            self.params = (
+                msgspec.structs.replace(self.params, thinking_token_budget=None)
+                if thinking_tags is None
+                else msgspec.structs.replace(self.params, thinking_tags=thinking_tags)
+            )
+        constraint = self.params.structured_outputs
+        tags = None if constraint is None else self.output_parser.reasoning_tags_for(text)
+        if isinstance(constraint, StructuredOutputsParams) and tags is not None:
+            start, end = tags
+            after_reasoning = msgspec.structs.replace(constraint, thoughts_start=start, thoughts_end=end)
+            self.params = msgspec.structs.replace(self.params, structured_outputs=after_reasoning)
+        return [cast(PromptType, prompt)]
+
+    async def read_deltas(
+        self, requests: EngineRequests, usage: UsageCounter
+    ) -> AsyncGenerator[tuple[RequestOutput, list[Delta]], None]:
+        """The outputs of one sequence, each with the deltas of its text.
+
+        Args:
+            requests: The request of the prompt.
+            usage: Counts the tokens.
 
         Raises:
             RequestError, APIError: The sequence failed in the engine.
             EngineDeadError: The engine has stopped.
         """
         parser_stream: OutputParserStream | None = None
-        async with contextlib.aclosing(self._engine_requests.outputs()) as outputs:
+        async with contextlib.aclosing(requests.outputs()) as outputs:
             async for _, output in outputs:
-                self._usage.add(0, output)
+                usage.add(0, output)
                 if parser_stream is None:
-                    parser_stream = self._make_parser_stream(output)
+                    parser_stream = self.parser_stream(output)
                 deltas: list[Delta] = []
                 for sequence in output.outputs:  # there is one
                     if sequence.finish_reason == "error":
-                        raise self._engine_requests.error_of(sequence)
+                        raise requests.error_of(sequence)
                     deltas += parser_stream.feed(sequence.text)
                     if sequence.finish_reason is not None:
                         deltas += parser_stream.finish(sequence.finish_reason)
                 yield output, deltas
 
-    async def _build_prompts(self) -> Sequence[PromptType]:
-        prompt = await self._context.prompt_renderer.render(self._request)
-        if self._request.cache_salt is not None:
-            prompt["cache_salt"] = self._request.cache_salt
-        if self._params.thinking_token_budget is not None and self._output_parser.thinking_tags is not None:
-            thinking_tags = self._output_parser.thinking_tags_for(self._parser_prompt(prompt.get("prompt")))
-            self._params = (
-                msgspec.structs.replace(self._params, thinking_token_budget=None)
-                if thinking_tags is None
-                else msgspec.structs.replace(self._params, thinking_tags=thinking_tags)
-            )
-        constraint = self._params.structured_outputs
-        tags = None
-        if constraint is not None:
-            tags = self._output_parser.reasoning_tags_for(self._parser_prompt(prompt.get("prompt")))
-        if isinstance(constraint, StructuredOutputsParams) and tags is not None:
-            start, end = tags
-            after_reasoning = msgspec.structs.replace(constraint, thoughts_start=start, thoughts_end=end)
-            self._params = msgspec.structs.replace(self._params, structured_outputs=after_reasoning)
-        return [cast(PromptType, prompt)]
-
-    def _make_parser_stream(self, output: RequestOutput) -> OutputParserStream:
+    def parser_stream(self, output: RequestOutput) -> OutputParserStream:
         """Parses the text of one sequence."""
-        return self._output_parser.stream(self._parser_prompt(output.prompt), self._tool_choice.stream())
+        return self.output_parser.stream(self._parser_prompt(output.prompt), self.tool_choice.stream())
 
-    def _parser_prompt(self, prompt: str | None) -> str | None:
-        """The prompt, as the output parser gets it."""
-        if prompt is None or not self._request.continue_final_message or not self._request.messages:
-            return prompt
-        content = self._request.messages[-1].get("content") or ""
-        if not isinstance(content, str):
-            content = "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
-        return self._output_parser.continued_prompt(prompt, content)
-
-    def _count_reasoning_tokens(self, token_ids: Sequence[int], prompt: str | None, at_least: int = 0) -> int:
+    def count_reasoning_tokens(self, token_ids: Sequence[int], prompt: str | None, at_least: int = 0) -> int:
         """The number of tokens up to the end of the reasoning. Only if the output parser separates it.
 
         Args:
@@ -134,9 +134,19 @@ class ChatHandler(GenerationHandler):
             prompt: The prompt, if known.
             at_least: A lower bound that is known.
         """
-        decode = partial(self._engine.tokenizer.decode, skip_special_tokens=self._params.skip_special_tokens)
-        stream = partial(self._output_parser.reasoning_stream, self._parser_prompt(prompt))
+        tokenizer = self._context.engine.tokenizer
+        decode = partial(tokenizer.decode, skip_special_tokens=self.params.skip_special_tokens)
+        stream = partial(self.output_parser.reasoning_stream, self._parser_prompt(prompt))
         return count_reasoning_tokens(stream, decode, token_ids, at_least)
+
+    def _parser_prompt(self, prompt: str | None) -> str | None:
+        """The prompt, as the output parser gets it."""
+        if prompt is None or not self.request.continue_final_message or not self.request.messages:
+            return prompt
+        content = self.request.messages[-1].get("content") or ""
+        if not isinstance(content, str):
+            content = "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
+        return self.output_parser.continued_prompt(prompt, content)
 
 
 def _check_thinking_tags(parser: OutputParser) -> None:

@@ -22,7 +22,7 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.entrypoints.openai.audio.formats import MEDIA_TYPES, Segment, Transcription
 from mvllm.entrypoints.openai.common.engine_requests import EngineRequests
-from mvllm.entrypoints.openai.common.serving_base import RequestHandler
+from mvllm.entrypoints.openai.common.handler import RequestHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.protocol import TranscriptionRequest
 from mvllm.errors import RequestError

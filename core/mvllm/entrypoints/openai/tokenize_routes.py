@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.entrypoints.chat_template import read_tokenizer_config
+from mvllm.entrypoints.openai.common.api_router import APIRouter
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.streaming_response import cancel_on_disconnect
 from mvllm.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
-from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
-from mvllm.entrypoints.openai.server.server_state import ServerState
+from mvllm.entrypoints.openai.server.server_handle import APIServerHandle
 from mvllm.errors import RequestError
 
 MAX_DETOKENIZE_TOKENS = 1 << 20
@@ -25,24 +24,22 @@ class TokenizeRoutes:
     """The routes.
 
     Args:
-        state: The server's state.
-        body_routes: Reads bodies.
+        server: The API server.
     """
 
-    def __init__(self, state: ServerState, body_routes: BodyRoutes) -> None:
-        self._state = state
-        self._body_routes = body_routes
+    def __init__(self, server: APIServerHandle) -> None:
+        self._server = server
 
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes to a router."""
-        add = self._body_routes.add
+        add = self._server.body_routes.add
         add(router, "/tokenize", TokenizeRequest, self.tokenize, "Token ids of a text or a conversation.")
         add(router, "/detokenize", DetokenizeRequest, self.detokenize, "The text of token ids.")
         router.add_api_route("/tokenizer_info", self.tokenizer_info, methods=["GET"], summary="About the tokenizer.")
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a conversation."""
-        context, _, body = await self._body_routes.decode_for_model(request, TokenizeRequest)
+        context, _, body = await self._server.body_routes.decode_for_model(request, TokenizeRequest)
         engine, pool = context.engine, context.tokenizer_pool
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Give either prompt or messages.", parameter="prompt")
@@ -58,9 +55,9 @@ class TokenizeRoutes:
         max_model_len = engine.model_config.max_model_len
         return json_response({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": names})
 
-    async def tokenizer_info(self) -> Response:
+    async def tokenizer_info(self, request: Request) -> Response:
         """The configuration of the tokenizer, and the chat template that conversations are rendered with."""
-        context = self._state.context
+        context = self._server.state.context
         folder = Path(context.engine.model_config.tokenizer or "")
         config, template = await context.tokenizer_pool.run(
             lambda: (read_tokenizer_config(folder), context.prompt_renderer.template_text())
@@ -70,7 +67,7 @@ class TokenizeRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        context, _, body = await self._body_routes.decode_for_model(request, DetokenizeRequest)
+        context, _, body = await self._server.body_routes.decode_for_model(request, DetokenizeRequest)
         engine, ids = context.engine, body.tokens
         if ids is None:
             raise RequestError("tokens is missing.", parameter="tokens")

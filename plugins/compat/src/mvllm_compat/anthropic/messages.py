@@ -12,12 +12,14 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, TypeVar, cast
 
-from mvllm.extension_api import APIError, RequestOutput
+from mvllm.extension_api import APIError, Delta, RequestOutput, SamplingParams
 from mvllm.extension_api.http import (
-    ChatHandler,
+    Conversation,
     PromptType,
+    RequestHandler,
     ServingContext,
     TokensPrompt,
+    UsageCounter,
     encode_json,
     renamed_fields,
     to_api_error,
@@ -35,7 +37,7 @@ PING_SECONDS = 10.0
 _PING = encode_event("ping")
 
 
-class MessagesHandler(ChatHandler):
+class MessagesHandler(RequestHandler):
     """Answers one request of the Messages API.
 
     Args:
@@ -46,24 +48,31 @@ class MessagesHandler(ChatHandler):
         RequestError: On construction: a field is not valid.
     """
 
-    field_names = CHAT_TO_MESSAGES_FIELDS
-    requires_thinking_tags = False  # agents send a budget to every model
-
     def __init__(self, context: ServingContext, model: str, request: MessagesRequest) -> None:
-        with renamed_fields(self.field_names):
-            super().__init__(context, model, "msg_", to_chat_request(request))
+        with renamed_fields(CHAT_TO_MESSAGES_FIELDS):
+            chat = to_chat_request(request)
+            # Agents send a budget to every model, also to those without tags of thoughts.
+            self._conversation = Conversation(context, chat, requires_thinking_tags=False)
+        super().__init__(context, model, "msg_", chat.priority, self._conversation.constraint)
+        self.is_streaming = bool(chat.stream)
+        self._usage = UsageCounter()
         self._content = ContentBlocks()
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
         self._num_prompt_tokens = 0
 
-    async def _build_prompts(self) -> Sequence[PromptType]:
-        [prompt] = await super()._build_prompts()
+    async def start(self) -> None:
+        """Adds the prompt to the engine. See Handler."""
+        with renamed_fields(CHAT_TO_MESSAGES_FIELDS):
+            await super().start()
+
+    async def _build_engine_inputs(self) -> tuple[Sequence[PromptType], SamplingParams]:
+        [prompt] = await self._conversation.build_prompts()
         self._num_prompt_tokens = len(cast(TokensPrompt, prompt)["prompt_token_ids"])
-        return [prompt]
+        return [prompt], self._conversation.params
 
     async def full_response(self) -> bytes:
-        """The body of the response. See RequestHandler."""
+        """The body of the response. See Handler."""
         async with contextlib.aclosing(self._read_deltas()) as outputs:
             async for output, deltas in outputs:
                 self._content.append(deltas)
@@ -73,7 +82,7 @@ class MessagesHandler(ChatHandler):
         return encode_json({**message, **self.warning_fields})
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events. See GenerationHandler."""
+        """The response as server-sent events. See Handler."""
         # How much of the prompt is cached, the last event says.
         usage = {**self._message_usage(), "input_tokens": self._num_prompt_tokens}
         yield encode_event("message_start", message=self._message([], usage)) + _PING
@@ -102,6 +111,9 @@ class MessagesHandler(ChatHandler):
         end = {"delta": delta, "usage": self._message_usage(), **self.warning_fields}
         written += encode_event("message_delta", **end)
         yield written + encode_event("message_stop")
+
+    def _read_deltas(self) -> AsyncGenerator[tuple[RequestOutput, list[Delta]], None]:
+        return self._conversation.read_deltas(self._engine_requests, self._usage)
 
     def _message_usage(self) -> dict[str, Any]:
         """The tokens so far. The counts of the prompt's tokens add up to its length."""
@@ -138,7 +150,7 @@ class MessagesHandler(ChatHandler):
             if reason == "abort":
                 raise APIError(503, "The request was aborted; try again.", code="aborted", retry_after=1)
             if reason == "length":
-                limit = self._params.max_tokens
+                limit = self._conversation.params.max_tokens
                 is_limit = limit is not None and self._usage.num_completion_tokens >= limit
                 self._stop_reason = "max_tokens" if is_limit else "model_context_window_exceeded"
             elif self._content.num_calls:

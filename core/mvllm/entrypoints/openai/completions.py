@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import msgspec
 
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
+from mvllm.entrypoints.openai.common.choices import (
+    NULL_RESPONSE_FIELDS,
+    ChoicesStream,
+    encode_whole,
+    end_fields,
+)
+from mvllm.entrypoints.openai.common.handler import RequestHandler
 from mvllm.entrypoints.openai.common.json_response import encode_json
-from mvllm.entrypoints.openai.common.logprobs import CompletionLogprobs, conditional_logprobs, prompt_logprobs
+from mvllm.entrypoints.openai.common.logprobs import (
+    CompletionLogprobs,
+    TokenFormatter,
+    conditional_logprobs,
+    prompt_logprobs,
+)
 from mvllm.entrypoints.openai.common.output_constraint import output_constraint
 from mvllm.entrypoints.openai.common.prompt_inputs import build_prompts, split_prompts
 from mvllm.entrypoints.openai.common.request_sampling_params import completion_sampling_params
 from mvllm.entrypoints.openai.common.server_sent_events import ChunkEncoder
-from mvllm.entrypoints.openai.common.serving_base import NULL_RESPONSE_FIELDS, ChoiceEncoder, ChoicesHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.usage import UsageCounter
 from mvllm.entrypoints.openai.protocol import CompletionRequest
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
+from mvllm.messages.sampling_params import SamplingParams
 
 _NULL_FIELDS = ("prompt_logprobs", "token_ids", "prompt_token_ids")
 
@@ -30,7 +43,7 @@ MAX_EMBEDS = 64
 """Entries of `prompt_embeds` of one request."""
 
 
-class CompletionHandler(ChoicesHandler):
+class CompletionHandler(RequestHandler):
     """Answers one completion request.
 
     Args:
@@ -41,17 +54,38 @@ class CompletionHandler(ChoicesHandler):
         RequestError: On construction: a setting is not acceptable.
     """
 
-    chunk_object = "text_completion"
-    _request: CompletionRequest
-
     def __init__(self, context: ServingContext, model: str, request: CompletionRequest) -> None:
         constraint = output_constraint(request)
         params = completion_sampling_params(request, context.engine.model_config.generation_defaults, constraint)
         if params.thinking_token_budget is not None and (parser := context.prompt_renderer.reasoning_parser):
             params = msgspec.structs.replace(params, thinking_tags=parser.budget_tags())
-        super().__init__(context, model, "cmpl-", request, params, constraint)
+        super().__init__(context, model, "cmpl-", request.priority, constraint)
+        self.is_streaming = bool(request.stream)
         self.is_prompt_only = bool(request.echo) and request.max_tokens == 0
+        self._request = request
+        self._params = params
         self._usage = UsageCounter(count_completion=not self.is_prompt_only)
+
+    async def _build_engine_inputs(self) -> tuple[Sequence[PromptType], SamplingParams]:
+        return await self._build_prompts(), self._params
+
+    async def full_response(self) -> bytes:
+        """The body of the response. See Handler."""
+        run_in_thread = None if self._params.prompt_logprobs is None else self._context.tokenizer_pool.run
+        return await encode_whole(self._engine_requests, self._usage, self._encode_response, run_in_thread)
+
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events. See Handler."""
+        return ChoicesStream(
+            self._context,
+            self._engine_requests,
+            self._usage,
+            self._common_fields("text_completion"),
+            self._request.stream_options,
+            self._params.n,
+            lambda index, chunks: _CompletionChoice(self, index, chunks).encode,
+            self.connection,
+        ).events()
 
     async def _build_prompts(self) -> list[PromptType]:
         request, num_sequences = self._request, self._params.num_sequences
@@ -95,11 +129,15 @@ class CompletionHandler(ChoicesHandler):
         for choice in choices:  # clients of other engines read these
             choice.update({name: None for name in _NULL_FIELDS if name not in choice})
         fields = {**self._common_fields("text_completion"), **NULL_RESPONSE_FIELDS}
-        end_fields = self._end_fields(outputs)
-        return encode_json({**fields, "choices": choices, "usage": self._usage.to_usage(), **end_fields})
+        last = end_fields(self._engine_requests, outputs)
+        return encode_json({**fields, "choices": choices, "usage": self._usage.to_usage(), **last})
 
-    def _make_choice_encoder(self, index: int, chunks: ChunkEncoder) -> ChoiceEncoder:
-        return _CompletionChoice(self, index, chunks).encode
+    @cached_property
+    def token_formatter(self) -> TokenFormatter:
+        """Formats the tokens of log-probabilities."""
+        as_ids = bool(self._request.return_tokens_as_token_ids)
+        skip_special = self._params.skip_special_tokens
+        return TokenFormatter(self._engine.tokenizer, as_ids=as_ids, skip_special=skip_special)
 
     def prompt_text(self, output: RequestOutput) -> str:
         """The prompt, as text."""

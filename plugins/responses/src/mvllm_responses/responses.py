@@ -24,7 +24,6 @@ from mvllm.extension_api.http import (
     Caller,
     Handler,
     ServingContext,
-    StreamingHandler,
     encode_json,
     renamed_fields,
     to_api_error,
@@ -93,7 +92,7 @@ class _Totals:
         self.last_turn = turn
 
 
-class ResponsesHandler(StreamingHandler):
+class ResponsesHandler(Handler):
     """Answers one request of the Responses API.
 
     Args:
@@ -214,7 +213,7 @@ class ResponsesHandler(StreamingHandler):
         return self.snapshot()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events. See StreamingHandler."""
+        """The response as server-sent events. See Handler."""
         opening = b'"response":' + self.snapshot()
         write = self._events.encode_raw
         if self._is_background:

@@ -22,18 +22,21 @@ from mvllm.extension_api import (
     ReasoningDelta,
     RequestError,
     RequestOutput,
+    SamplingParams,
     ToolCallDelta,
 )
 from mvllm.extension_api.http import (
     JSON_LINES,
     ChatCompletionRequest,
-    ChatHandler,
+    Conversation,
     OutputParser,
     PromptType,
+    RequestHandler,
     RequestMetrics,
     ServingContext,
     TokensPrompt,
     ToolCall,
+    UsageCounter,
     encode_json,
     is_too_long,
     max_truncated_length,
@@ -90,7 +93,7 @@ class AnswerReader:
         self._arguments = []
 
 
-class OllamaHandler(ChatHandler):
+class OllamaHandler(RequestHandler):
     """Answers one request of the Ollama API.
 
     Args:
@@ -106,7 +109,10 @@ class OllamaHandler(ChatHandler):
     stream_format = JSON_LINES
 
     def __init__(self, context: ServingContext, model: str, request: ChatCompletionRequest, *, truncates: bool) -> None:
-        super().__init__(context, model, "ollama-", request)
+        self._conversation = Conversation(context, request)
+        super().__init__(context, model, "ollama-", request.priority, self._conversation.constraint)
+        self.is_streaming = bool(request.stream)
+        self._usage = UsageCounter()
         self._truncates = truncates
         self.durations = RequestDurations()
         self._reader = AnswerReader()
@@ -114,9 +120,13 @@ class OllamaHandler(ChatHandler):
         self._metrics: RequestMetrics | None = None
 
     async def start(self) -> None:
-        """See RequestHandler."""
+        """See Handler."""
         self.durations.note_loaded()
         await super().start()
+
+    async def _build_engine_inputs(self) -> tuple[Sequence[PromptType], SamplingParams]:
+        prompts = await self._build_prompts()
+        return prompts, self._conversation.params
 
     async def _build_prompts(self) -> Sequence[PromptType]:
         if not self._truncates:
@@ -129,18 +139,19 @@ class OllamaHandler(ChatHandler):
         else:
             if all(num_prompt_tokens(each) < self._engine.model_config.max_model_len for each in prompts):
                 return prompts
-        limit = max_truncated_length(self._request, self._engine)
-        self._request = await without_oldest_messages(self._request, self._context, limit)
-        if all(isinstance(each["content"], str) for each in self._request.messages or ()):  # it may be too long still
-            self._request.truncate_prompt_tokens = limit
-            self._params = msgspec.structs.replace(self._params, truncate_prompt_tokens=limit)
+        conversation = self._conversation
+        limit = max_truncated_length(conversation.request, self._engine)
+        request = conversation.request = await without_oldest_messages(conversation.request, self._context, limit)
+        if all(isinstance(each["content"], str) for each in request.messages or ()):  # it may be too long still
+            request.truncate_prompt_tokens = limit
+            conversation.params = msgspec.structs.replace(conversation.params, truncate_prompt_tokens=limit)
         return await self._build_whole_prompts()
 
     async def _build_whole_prompts(self) -> Sequence[PromptType]:
-        return await super()._build_prompts()
+        return await self._conversation.build_prompts()
 
     async def full_response(self) -> bytes:
-        """The body of the response. See RequestHandler."""
+        """The body of the response. See Handler."""
         answer = AnswerPart()
         async with contextlib.aclosing(self._read_deltas()) as outputs:
             async for output, deltas in outputs:
@@ -150,7 +161,7 @@ class OllamaHandler(ChatHandler):
         return encode_json(self._last_line(answer))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The response as lines of JSON. See GenerationHandler."""
+        """The response as lines of JSON. See Handler."""
         part = AnswerPart()
         try:
             async with contextlib.aclosing(self._read_deltas()) as outputs:
@@ -165,6 +176,9 @@ class OllamaHandler(ChatHandler):
             return
         self._reader.finish(part)
         yield (self._line(part) if part else b"") + encode_json(self._last_line(AnswerPart())) + b"\n"
+
+    def _read_deltas(self) -> AsyncGenerator[tuple[RequestOutput, list[Delta]], None]:
+        return self._conversation.read_deltas(self._engine_requests, self._usage)
 
     @abstractmethod
     def _part_fields(self, part: AnswerPart) -> dict[str, Any]:
@@ -228,13 +242,13 @@ class OllamaGenerateHandler(OllamaHandler):
         self._is_raw = bool(request.raw)
         self._has_system = bool(request.system)
         if self._is_raw:
-            self._output_parser = OutputParser()
+            self._conversation.output_parser = OutputParser()
 
     async def _build_whole_prompts(self) -> Sequence[PromptType]:
         pool, renderer = self._context.tokenizer_pool, self._context.prompt_renderer
         # A model without a chat template continues the prompt. It has no place for a system message.
         if self._is_raw or (not self._has_system and not await pool.run(renderer.template_text)):
-            truncated = self._params.truncate_prompt_tokens is not None
+            truncated = self._conversation.params.truncate_prompt_tokens is not None
             ids = await pool.encode(self._prompt, add_special_tokens=True, truncated=truncated)
             return [TokensPrompt(prompt_token_ids=ids, prompt=self._prompt)]
         return await super()._build_whole_prompts()
