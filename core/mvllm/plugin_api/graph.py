@@ -13,3 +13,7 @@ _attribute = alias_module(__name__, part="graph")
 
 def __getattr__(name: str) -> Any:
     return _attribute(name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__getattr__("__all__"))

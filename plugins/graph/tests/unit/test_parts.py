@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from plugins.graph.tests.graph_driver import GraphDriver, trace_checkpoint
+from plugins.graph.tests.unit.test_families import CHUNKED, SPARSE, run_steps
 
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm_graph import Interpreter, Node, StepGraph, Value
@@ -14,7 +15,6 @@ from mvllm_graph.parts import COLLECTIVES, cut_graph
 from tests.helpers.model_zoo import ZOO, make_checkpoint
 from tests.helpers.paged_driver import PagedDriver, load_model
 from tests.helpers.thread_ranks import fake_group, run_ranks
-from tests.unit.graph.test_families import CHUNKED, SPARSE, run_steps
 
 IN_EVERY_RUN = ("llama-gqa",)
 MEMBERS = [

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plugins.graph.tests import graph_operations_page
 from plugins.graph.tests.interpreter_platform import graph_platform_path
 from torch import nn
 
@@ -18,7 +19,6 @@ from mvllm.platform.step_graph import CacheValue, Node, StateValue, StepGraph, S
 from mvllm_graph.operations import GRAPH_OPERATIONS
 from mvllm_graph.trace import named_arrays
 from tests.helpers.plugins import prepend
-from tests.unit.docs import graph_operations_page
 
 SPEC = AttentionSpec(4, 2, 16, "float32", "float32", 0.25, sliding_window=8)
 
@@ -88,7 +88,7 @@ def test_outside_of_a_trace_operations_run_on_the_host_and_attention_is_an_error
 
 
 def test_the_page_has_every_operation() -> None:
-    message = "run: python -m tests.unit.docs.graph_operations_page"
+    message = "run: python -m plugins.graph.tests.graph_operations_page"
     assert graph_operations_page.PAGE.read_text(encoding="utf-8") == graph_operations_page.page(), message
     assert all(
         f"`{op.name}`" in graph_operations_page.page() for op in GRAPH_OPERATIONS.values() if op.group == "array"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from plugins.graph.tests.graph_driver import GraphDriver, trace_checkpoint
+from plugins.graph.tests.unit.test_families import run_steps
 
 from mvllm.plugin_api import OpProvider
 from mvllm_graph import Interpreter, StepGraph
@@ -17,7 +18,6 @@ from tests.helpers.float8_zoo import make_float8
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context
 from tests.helpers.quantized_zoo import SCHEMES as INTEGERS
 from tests.helpers.quantized_zoo import make_quantized
-from tests.unit.graph.test_families import run_steps
 
 WITHOUT_PACKED_EXPERTS = ("gptq-desc-act", "w4a16-actorder", "awq-some-floats")
 """Columns with an order, or experts of several formats: experts become floats."""

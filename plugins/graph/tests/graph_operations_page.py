@@ -1,13 +1,13 @@
 """docs/reference/graph-operations.md: the operations of models as graphs.
 
-python -m tests.unit.docs.graph_operations_page    writes the page from the source of the operations
+python -m plugins.graph.tests.graph_operations_page    writes the page from the source of the operations
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mvllm.graph.operations import GRAPH_OPERATIONS, GraphOperation
+from mvllm_graph.operations import GRAPH_OPERATIONS, GraphOperation
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "graph-operations.md"
 HEAD = """\
@@ -40,7 +40,7 @@ Two inputs of an elementwise array operation have one dtype and are broadcast. O
 absent, the first or the second; the attribute `other` is then that operand, rounded to the dtype of
 the array. Shapes in attributes have no -1, and dimensions are not negative.
 
-Made from the source: `python -m tests.unit.docs.graph_operations_page`.
+Made from the source: `python -m plugins.graph.tests.graph_operations_page`.
 """
 GROUPS = ("named", "optional", "attention", "collective", "array")
 
