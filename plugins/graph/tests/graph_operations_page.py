@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "graph-operations.md"
 HEAD = """\
 # Operations of models as graphs
 
-On a platform with a graph compiler, core traces a model to a `StepGraph` of these operations.
+On a platform with a graph compiler, mvllm-graph traces a model to a `StepGraph` of these operations.
 `mvllm ops --graph --platform NAME` shows which of them a platform translates;
 `mvllm ops --graph NAME` prints the definition of one.
 
