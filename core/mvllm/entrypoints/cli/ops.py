@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints each operation with its parameters, shapes, dtypes and facts, then a table of the providers."""
+    if args.graph:
+        return _list_graph_operations(args)
     from mvllm.errors import ConfigError
     from mvllm.ops.provider_plugins import installed_providers
     from mvllm.ops.registry import OpTable
@@ -44,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
     from mvllm.platform.contract_operations import operation_lines, read_operations
     from mvllm.platform.phases import Phase, enter_phase
 
-    if args.graph:
-        return _list_graph_operations(args)
     if args.model or args.max_model_len:
         raise ConfigError("--model lists the operations of a model's graphs: give --graph and --platform as well.")
     operations = read_operations()
