@@ -1,7 +1,7 @@
 """StepGraph: the operations of one model's step as data, for devices that have a compiler of their own.
 
-Core traces each model once, with symbols for the sizes that differ from step to step. A graph compiler of a platform
-(`graph_compiler.py`) translates the result to the operations of its runtime:
+The package mvllm-graph traces each model once, with symbols for the sizes that differ from step to step. A graph
+compiler of a platform (`graph_compiler.py`) translates the result to the operations of its runtime:
 
     inputs   token_ids [T], weights, cache.0 ...  ──>  nodes, in an order of execution  ──>  outputs
 
