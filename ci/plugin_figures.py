@@ -20,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "explanation" / "porting-cost.md"
 ENGINE, TORCH = "mvllm", "torch"
+PUBLISHED_AS = {"mvllm_graph": "mvllm.plugin_api.graph"}
+"""Packages that have a part of the engine's interface, and its name there."""
 NATIVE = frozenset({".c", ".cc", ".cpp", ".cu", ".h", ".hpp"})
 
 # Plugins of vLLM (0.33, 2026), from their sources: lines of Python; of platform.py; of their own model runner; imported
@@ -85,7 +87,7 @@ def count(plugin: Path) -> Figures:
 
 def read(tree: ast.Module, figures: Figures) -> None:
     """Adds the dependencies of one module."""
-    bound = dict(imports(tree))
+    bound = {name: published_name(full) for name, full in imports(tree)}
     for full in bound.values():
         if belongs(full, ENGINE):
             module, _, name = full.rpartition(".")
@@ -170,6 +172,12 @@ def dotted(node: ast.expr) -> str:
         head = dotted(node.value)
         return f"{head}.{node.attr}" if head else ""
     return ""
+
+
+def published_name(full: str) -> str:
+    """A name of a package in PUBLISHED_AS as the engine's."""
+    head, dot, rest = full.partition(".")
+    return PUBLISHED_AS.get(head, head) + dot + rest
 
 
 def belongs(full: str, package: str) -> bool:

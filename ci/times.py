@@ -27,6 +27,7 @@ FIRST = (
     "tests/engine/",
     "tests/conformance/",
     "plugins/conformance/tests/suite/",
+    "plugins/graph/tests/suite/",
     "tests/packaging/",
     "tests/e2e/",
 )

@@ -74,6 +74,7 @@ HTTP = PluginGroup("mvllm.http", "HTTP plugin")
 LOGITS_PROCESSORS = PluginGroup("mvllm.logits_processors", "logits processor")
 KV_CONNECTORS = PluginGroup("mvllm.kv_connectors", "KV connector", part="kv-transfer")
 CHECKPOINT_FORMATS = PluginGroup("mvllm.checkpoint_formats", "checkpoint format")
+WORKERS = PluginGroup("mvllm.workers", "worker", part="graph")
 ALIASES = PluginGroup("mvllm.aliases", "module of mvllm")
 
 ALL = (
@@ -81,6 +82,7 @@ ALL = (
     CHECKPOINT_FORMATS,
     QUANTIZATION,
     EXECUTORS,
+    WORKERS,
     OP_PROVIDERS,
     LOGITS_PROCESSORS,
     KV_CONNECTORS,

@@ -13,7 +13,7 @@ from mvllm import LLM
 from tests.helpers import parity
 from tests.helpers.host_block_plans import HostBlockDriver
 from tests.helpers.model_zoo import make_checkpoint
-from tests.helpers.plugins import example_platform_path, graph_platform_path, prepend
+from tests.helpers.plugins import example_platform_path, prepend
 from tests.helpers.thread_executor import ThreadExecutor
 
 PROMPT = [2 + 7 * i % 300 for i in range(41)]
@@ -109,14 +109,6 @@ def test_host_blocks_stay_mapped_while_the_engine_sleeps(stack: ExitStack, folde
     llm.wake_up()
     assert driver.executor.collective_rpc("host_block_needs") == needs
     driver.check_round_trip(PROMPT)
-
-
-@pytest.mark.parametrize("name", [more("llama-gqa"), "bamba"])
-def test_programs_of_graphs_copy_their_caches_and_states(
-    stack: ExitStack, folder_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    prepend(monkeypatch, graph_platform_path(tmp_path))
-    HostBlockDriver(start(stack, folder_of(name), platform="graph-interpreter")).check_round_trip(PROMPT)
 
 
 @pytest.mark.exhaustive

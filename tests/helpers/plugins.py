@@ -84,11 +84,3 @@ def multi_device_platform_path(folder: Path) -> list[str]:
         folder, "mvllm-several", "[mvllm.platforms]\nseveral = tests.helpers.multi_device_plugin\n"
     )
     return [str(metadata), str(ROOT)]
-
-
-def graph_platform_path(folder: Path) -> list[str]:
-    """Search path entries of the platform in graph_platform.py."""
-    metadata = write_metadata(
-        folder, "mvllm-graph-interpreter", "[mvllm.platforms]\ngraph-interpreter = tests.helpers.graph_platform\n"
-    )
-    return [str(metadata), str(ROOT)]

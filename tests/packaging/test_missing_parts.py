@@ -18,3 +18,11 @@ def test_a_module_of_a_missing_part_names_its_package(core_only):
     assert (
         'mvllm.testing needs the package mvllm-conformance, which is not installed: pip install "mvllm[' in done.stderr
     )
+
+
+def test_operations_of_graphs_name_the_package_that_has_them(core_only):
+    wanted = 'needs the package mvllm-graph, which is not installed: pip install "mvllm[graph]"'
+    done = core_only.run("-m", "mvllm", "ops", "--graph")
+    assert (done.returncode, done.stderr) == (1, f"error: `mvllm ops --graph` {wanted}\n")
+    done = core_only.run("-c", "from mvllm.plugin_api.graph import GraphPlatform")
+    assert done.stderr.splitlines()[-1].endswith(f"MissingPartError: mvllm.plugin_api.graph {wanted}")

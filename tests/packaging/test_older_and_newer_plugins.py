@@ -17,6 +17,7 @@ import pytest
 from mvllm.plugin_api import CONTRACT
 from tests.e2e.demo_model_expectations import COMPLETIONS, says
 from tests.packaging import wheels
+from tests.packaging.conftest import REPOSITORY
 
 FROZEN, FROST = (Path(__file__).parent / f"frozen_plugin_1_{minor}" for minor in (0, 1))
 SHA256 = {
@@ -120,13 +121,32 @@ def frost(tmp_path_factory):
     return wheels.install(folder / "site", wheels.build(shutil.copytree(FROST, folder / "project")))
 
 
-@pytest.mark.parametrize(
-    ("platform", "settings"), [("frost", {"kv_offloading_size": 0.01}), ("frost-graphs", {})], ids=["torch", "graphs"]
-)
-def test_a_plugin_of_contract_1_1_generates_the_expected_text(core_only, beside_torch, frost, platform, settings):
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory):
+    """A folder with the package mvllm-graph."""
+    folder = tmp_path_factory.mktemp("graphs")
+    return wheels.install(folder / "site", wheels.build_part(REPOSITORY / "plugins" / "graph", folder))
+
+
+def test_a_plugin_of_contract_1_1_generates_the_expected_text(core_only, beside_torch, frost):
     """Also with what is deprecated: refusals of dtypes in its plan, Platform.graphs, LaunchTopology.ray_resource."""
     prompts = list(COMPLETIONS)[:2]
-    assert not wrong_texts(core_only, [frost, beside_torch], prompts, platform, **settings)
+    assert not wrong_texts(core_only, [frost, beside_torch], prompts, "frost", kv_offloading_size=0.01)
+
+
+def test_its_models_run_as_graphs_with_the_package_for_them(core_only, beside_torch, frost, graphs):
+    prompts = list(COMPLETIONS)[:2]
+    assert not wrong_texts(core_only, [frost, graphs, beside_torch], prompts, "frost-graphs")
+
+
+def test_without_the_package_for_graphs_an_error_names_it(core_only, beside_torch, frost):
+    refused = core_only.run(
+        *["-m", "mvllm", "generate", "--model", "demo", "--prompt", "x", "--platform", "frost-graphs"],
+        path=[frost, beside_torch],
+    )
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    [line] = [line for line in refused.stderr.splitlines() if "mvllm-graph" in line]
+    assert 'needs the package mvllm-graph, which is not installed: pip install "mvllm[graph]"' in line
 
 
 def test_its_plan_its_operations_and_its_checks_are_used(core_only, beside_torch, frozen):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -67,6 +70,15 @@ def make_platform():
 def build(project: Path) -> Path:
     """The wheel of a project whose build backend is hatchling."""
     return Path(next(iter(WheelBuilder(str(project)).build(directory=str(project / "dist"), versions=["standard"]))))
+
+
+def build_part(project: Path, folder: Path) -> Path:
+    """The wheel of a part of mvllm, whose build backend is setuptools, from a copy of its folder."""
+    copy = shutil.copytree(project, folder / "project", ignore=shutil.ignore_patterns("build", "*.egg-info", "tests"))
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=copy, check=True, capture_output=True)
+    [wheel] = folder.glob("*.whl")
+    return wheel
 
 
 def plugin_wheel(

@@ -18,6 +18,7 @@ from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import LaunchTopology
+from mvllm.platform.worker_class import default_worker_class
 
 
 def launch_topology(config: EngineConfig, platform: Platform) -> LaunchTopology:
@@ -47,11 +48,13 @@ def check_topology(config: EngineConfig, platform: Platform, topology: LaunchTop
     """Checks that core's worker supports the topology. A platform's own worker class is not checked.
 
     Raises:
-        PlatformError: The topology has too few devices, or more per worker than the platform supports.
+        PlatformError: The package with the worker is missing, or the topology has too few devices, or more per worker
+            than the platform supports.
         ConfigError: One worker would hold several pipeline stages, or the platform lacks a collective.
     """
     if call_checked(platform, "worker_class", returns=(str, type(None))) is not None:
         return
+    default_worker_class(platform)
     parallel, name = config.parallel, platform.spec.name
     world_size, num_workers = parallel.world_size, topology.num_workers
     requested = (

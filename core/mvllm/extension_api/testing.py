@@ -21,18 +21,6 @@ if TYPE_CHECKING:
     from mvllm.errors import EngineSleepingError as EngineSleepingError
     from mvllm.executor.factory import known_executors as known_executors
     from mvllm.executor.worker_topology import check_topology as check_topology
-    from mvllm.graph.arrays import to_numpy as to_numpy
-    from mvllm.graph.arrays import to_torch as to_torch
-    from mvllm.graph.parts import COLLECTIVES as COLLECTIVES
-    from mvllm.graph.recorded_calls import RecordedAttention as RecordedAttention
-    from mvllm.graph.recorded_calls import RecordedGroup as RecordedGroup
-    from mvllm.graph.recorded_calls import recording_providers as recording_providers
-    from mvllm.graph.run_parts import run_parts as run_parts
-    from mvllm.graph.trace import HEAD as HEAD
-    from mvllm.graph.trace import MODEL as MODEL
-    from mvllm.graph.trace import GraphItems as GraphItems
-    from mvllm.graph.trace import TracedModel as TracedModel
-    from mvllm.graph.trace import trace_model as trace_model
     from mvllm.layers.quantized_experts import ReadOnce as ReadOnce
     from mvllm.messages.inputs import PromptType as PromptType
     from mvllm.messages.inputs import TokensPrompt as TokensPrompt
@@ -65,7 +53,6 @@ if TYPE_CHECKING:
     from mvllm.platform.discovery import find_sources as find_sources
     from mvllm.platform.discovery import load_attribute as load_attribute
     from mvllm.platform.phases import enter_phase as enter_phase
-    from mvllm.platform.step_graph import distinct_inputs as distinct_inputs
     from mvllm.platform.tensor_caches import tensors_of as tensors_of
     from mvllm.sampling.sampler import Sampler as Sampler
     from mvllm.sampling.sampler_output import SamplerOutput as SamplerOutput
@@ -74,6 +61,7 @@ if TYPE_CHECKING:
     from mvllm.version import __version__ as __version__
     from mvllm.worker.host_blocks import CopiedRows as CopiedRows
     from mvllm.worker.host_blocks import HostBlocks as HostBlocks
+    from mvllm.worker.static_items import ItemInputSpec as ItemInputSpec
     from mvllm.worker.step_inputs import StepInputBuilder as StepInputBuilder
     from mvllm.worker.step_inputs import StepInputs as StepInputs
     from mvllm.worker.worker import Worker as Worker
@@ -89,11 +77,6 @@ _NAMES = {
     "mvllm.errors": "CacheError EngineSleepingError",
     "mvllm.executor.factory": "known_executors",
     "mvllm.executor.worker_topology": "check_topology",
-    "mvllm.graph.arrays": "to_numpy to_torch",
-    "mvllm.graph.parts": "COLLECTIVES",
-    "mvllm.graph.recorded_calls": "RecordedAttention RecordedGroup recording_providers",
-    "mvllm.graph.run_parts": "run_parts",
-    "mvllm.graph.trace": "GraphItems HEAD MODEL TracedModel trace_model",
     "mvllm.layers.quantized_experts": "ReadOnce",
     "mvllm.messages.inputs": "PromptType TokensPrompt",
     "mvllm.models.registry": "resolve_model_class",
@@ -113,7 +96,6 @@ _NAMES = {
         "Candidate SLOW_PROBE_SECONDS check_contract discover dotted find_sources load_attribute"
     ),
     "mvllm.platform.phases": "enter_phase",
-    "mvllm.platform.step_graph": "distinct_inputs",
     "mvllm.platform.tensor_caches": "tensors_of",
     "mvllm.sampling.sampler": "Sampler",
     "mvllm.sampling.sampler_output": "SamplerOutput",
@@ -121,6 +103,7 @@ _NAMES = {
     "mvllm.sampling.token_history": "TokenHistory",
     "mvllm.version": "__version__",
     "mvllm.worker.host_blocks": "CopiedRows HostBlocks",
+    "mvllm.worker.static_items": "ItemInputSpec",
     "mvllm.worker.step_inputs": "StepInputBuilder StepInputs",
     "mvllm.worker.worker": "Worker",
 }

@@ -1,24 +1,29 @@
-"""The platform contract as data: every name of `mvllm.plugin_api` and its module `graph`, with members and phases.
+"""The platform contract as data: every name of `mvllm.plugin_api`, with members and phases.
 
 The source is parsed, not imported, so the result needs no torch, is the same under every Python version, and shows
 types and defaults as written. Marks (`mvllm.contract`) say what is optional, and in which phase core calls it. Function
 bodies, docstrings and private members are not part of the contract.
+
+The package that `mvllm.plugin_api.graph` stands for has a part of its own, which is read if it is installed.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from mvllm import contract
-from mvllm.platform.contract_graph import GraphContractOperation, read_graph_capabilities, read_graph_operations
+from mvllm import contract, plugin_groups
 from mvllm.platform.contract_operations import Operation, operation_lines, read_operations
 from mvllm.platform.source_parsing import function_parameters, parse_module
 from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP
 
-PLUGIN_API_MODULES = ("mvllm.plugin_api", "mvllm.plugin_api.graph")
+PLUGIN_API = "mvllm.plugin_api"
+_GRAPH_API = "plugin_api.graph"
+"""Entry point of the group `mvllm.aliases`."""
+
 HOOKS = "mvllm.platform.hookspecs"
 
 _OPEN_BASES = {"ABC", "Protocol"}
@@ -70,6 +75,36 @@ class Name:
     members: dict[str, Member] = field(default_factory=dict)
 
 
+TRACED = "traced"
+REFUSED = "refused"
+UNUSED = "unused"
+
+
+@dataclass
+class GraphContractOperation:
+    """One operation of StepGraphs.
+
+    Attributes:
+        group: As GraphOperation.group.
+        if_left_out: What tracing does with an operation that a compiler does not name: `traced` as array operations of
+            its definition; `refused`, with every model whose graphs have it; `unused`, since it occurs only if it is
+            named.
+        parameters: As written; empty for operations of models, which the contract lists with their parameters.
+        type: Type of the result, as written; empty where `parameters` is.
+    """
+
+    group: str
+    if_left_out: str
+    parameters: list[str] = field(default_factory=list)
+    type: str = ""
+
+    def line(self, name: str) -> str:
+        """The operation as a line of text."""
+        signature = f"({', '.join(self.parameters)})" if self.parameters else ""
+        returns = f" -> {self.type}" if self.type else ""
+        return f"graph operation {name}{signature}{returns}  # {self.group}, {self.if_left_out} if left out"
+
+
 @dataclass
 class Surface:
     """The whole contract.
@@ -78,10 +113,10 @@ class Surface:
         contract: Its version.
         entry_points: The group in which plugins are found.
         hooks: Hooks of a plugin's hook module.
-        names: All names of `mvllm.plugin_api` and `mvllm.plugin_api.graph`, sorted.
+        names: All names of `mvllm.plugin_api`, and of `mvllm.plugin_api.graph` if it is installed, sorted.
         operations: Operations that `OpProvider`s replace, sorted; empty in files of an older core.
-        graph_operations: Operations of StepGraphs, sorted; empty in files of an older core.
-        graph_capabilities: What `GraphPlatform` claims for every platform; empty in files of an older core.
+        graph_operations: Operations of StepGraphs, sorted; empty without the package, and in files of an older core.
+        graph_capabilities: What `GraphPlatform` claims for every platform; likewise.
     """
 
     contract: tuple[int, int]
@@ -93,22 +128,13 @@ class Surface:
     graph_capabilities: dict[str, str] = field(default_factory=dict)
 
 
-def read_surface() -> Surface:
-    """The contract of this core, from its source."""
-    trees = [parse_module(name) for name in PLUGIN_API_MODULES]
-    origins = {
-        alias.asname or alias.name: (node.module or "", alias.name)
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    modules: dict[str, ast.Module] = {}
-    names = {}
-    for exported in sorted({name for tree in trees for name in _exported(tree)}):
-        module, original = origins[exported]
-        tree = modules.setdefault(module, parse_module(module))
-        names[exported] = _name(original, tree)
+def read_surface(*, with_graphs: bool = True) -> Surface:
+    """The contract of this core, from its source.
+
+    Args:
+        with_graphs: Read the part of graphs as well, if it is installed.
+    """
+    names = _names_of(PLUGIN_API)
     # Without its value, since a change of the version is not a change of the contract's content.
     names["CONTRACT"] = Name("constant", itself=Member("constant", type="tuple[int, int]"))
     hooks = {
@@ -117,15 +143,13 @@ def read_surface() -> Surface:
         if isinstance(node, ast.FunctionDef) and "hookspec" in _decorators(node)
     }
     operations = read_operations()
-    return Surface(
-        CONTRACT,
-        ENTRY_POINT_GROUP,
-        hooks,
-        names,
-        operations,
-        read_graph_operations(operations),
-        read_graph_capabilities(),
-    )
+    graph_operations: dict[str, GraphContractOperation] = {}
+    graph_capabilities: dict[str, str] = {}
+    if with_graphs and (source := plugin_groups.find(plugin_groups.ALIASES, _GRAPH_API)) is not None:
+        names = dict(sorted({**_names_of(source.entry_point), **names}.items()))
+        package = importlib.import_module(source.entry_point)
+        graph_operations, graph_capabilities = package.read_contract(operations)
+    return Surface(CONTRACT, ENTRY_POINT_GROUP, hooks, names, operations, graph_operations, graph_capabilities)
 
 
 def as_text(surface: Surface) -> str:
@@ -208,6 +232,28 @@ def _signature(member: Member) -> str:
 
 
 # --- reading the source
+
+
+def _names_of(module: str) -> dict[str, Name]:
+    """The names that a module exports, sorted."""
+    trees: dict[str, ast.Module] = {}
+    return {name: _defined(name, module, trees) for name in sorted(_exported(parse_module(module)))}
+
+
+def _defined(name: str, module: str, trees: dict[str, ast.Module]) -> Name:
+    """A name of a module, from the module that it is imported from.
+
+    Args:
+        trees: Modules that are parsed already; is added to.
+    """
+    if module not in trees:
+        trees[module] = parse_module(module)
+    for node in ast.walk(trees[module]):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    return _defined(alias.name, node.module, trees)
+    return _name(name, trees[module])
 
 
 def _exported(plugin_api: ast.Module) -> list[str]:

@@ -32,6 +32,7 @@ import pluggy
 from mvllm.errors import ContractError, PlatformError
 from mvllm.platform import hookspecs
 from mvllm.platform.isolated_probes import ProbeAnswer, run_isolated
+from mvllm.platform.module_aliases import MissingPartError
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP, PlatformSpec, ProbeResult
 from mvllm.plugin_groups import PluginSource
@@ -186,12 +187,17 @@ def reaches(installed: str, floor: str) -> bool:
     return Version(installed).release >= Version(floor).release
 
 
-def needs_another_contract(error: BaseException, source: PluginSource) -> ContractError | None:
-    """A ContractError for an exception of a plugin that uses something the contract lacks; None for other exceptions.
+def needs_another_contract(error: BaseException, source: PluginSource) -> PlatformError | None:
+    """A ContractError for an exception of a plugin that uses something the contract lacks; a PlatformError for a part
+    of the contract whose package is not installed; None for other exceptions.
 
     `error` becomes its cause.
     """
     text = str(error)
+    if isinstance(error, MissingPartError):
+        missing = PlatformError(f"{source.distribution} {source.version} cannot be loaded: {text}")
+        missing.__cause__ = error
+        return missing
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "mvllm":
         wanted = re.search(r"cannot import name '(\w+)'", text)
         lacking = f"{wanted[1]} in {error.name}" if wanted else f"the module {error.name}"

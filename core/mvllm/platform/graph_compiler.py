@@ -1,6 +1,6 @@
 """GraphCompiler and GraphProgram: what a device with a compiler or runtime of its own implements.
 
-Core traces a model to StepGraphs, hands every weight over once, and calls `run` in each step:
+The package mvllm-graph traces a model to StepGraphs, hands every weight over once, and calls `run` in each step:
 
     program = compiler.program(graphs)
     program.set_weight(name, array)            once for each weight and constant, while the checkpoint is read;

@@ -121,8 +121,8 @@ class Platform(ABC):
     def graph_compiler(self) -> GraphCompiler | None:
         """Translates models to the device's own runtime, if `capabilities.graph_compiler`.
 
-        Since contract 1.1. Core then runs models as StepGraphs: it asks for no op providers, attention backends or
-        state backends, except in the conformance suite. Default: None.
+        Since contract 1.1. Models then run as StepGraphs, by the worker of the package mvllm-graph, which asks for no
+        op providers, attention backends or state backends, except in the conformance suite. Default: None.
         """
         return None
 

@@ -28,6 +28,10 @@ from mvllm.errors import ConfigError
 from mvllm.installable import missing_part
 
 
+class MissingPartError(ModuleNotFoundError):
+    """The package that has a module of mvllm is not installed; the message names it."""
+
+
 def alias_module(name: str, part: str) -> Callable[[str], object]:
     """Lets the calling module stand for that of another package, and installs the finder of its submodules.
 
@@ -42,7 +46,7 @@ def alias_module(name: str, part: str) -> Callable[[str], object]:
         The `__getattr__` of the calling module. It imports the other one on first use.
 
     Raises:
-        ModuleNotFoundError: No installed package has it.
+        MissingPartError: No installed package has it.
         ImportError: Several have it, or `MVLLM_PLUGINS` does not allow the one that has it.
     """
     try:
@@ -51,7 +55,7 @@ def alias_module(name: str, part: str) -> Callable[[str], object]:
         raise ImportError(str(e), name=name) from e
     if source is None:
         message = missing_part(part, name) or f"{name} needs the package mvllm-{part}, which is not installed"
-        raise ModuleNotFoundError(message, name=name)
+        raise MissingPartError(message, name=name)
     finder = AliasFinder(name, source.entry_point)
     if finder not in sys.meta_path:
         sys.meta_path.append(finder)

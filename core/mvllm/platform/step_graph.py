@@ -1,7 +1,7 @@
 """StepGraph: the operations of one model's step as data, for devices that have a compiler of their own.
 
-Core traces each model once, with symbols for the sizes that differ from step to step. A graph compiler of a platform
-(`graph_compiler.py`) translates the result to the operations of its runtime:
+The package mvllm-graph traces each model once, with symbols for the sizes that differ from step to step. A graph
+compiler of a platform (`graph_compiler.py`) translates the result to the operations of its runtime:
 
     inputs   token_ids [T], weights, cache.0 ...  ──>  nodes, in an order of execution  ──>  outputs
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
@@ -245,11 +245,6 @@ def _parsed(dim: str) -> tuple[int, str, int]:
 def is_symbolic(entry: object) -> bool:
     """Whether an entry of a shape or an attribute is an expression of a symbol."""
     return isinstance(entry, str) and _EXPRESSION.fullmatch(entry) is not None
-
-
-def distinct_inputs(graphs: Iterable[StepGraph], *kinds: Kind) -> dict[str, Value]:
-    """The inputs of some kinds of several graphs, by name."""
-    return {value.name: value for graph in graphs for value in graph.inputs_of(*kinds)}
 
 
 def _substituted(entry: Any, sizes: Mapping[str, int]) -> Any:

@@ -1,57 +1,19 @@
 """Public interface for platforms whose device has a compiler or runtime of its own.
 
-Importing it loads neither torch nor a device library. Names that need torch are resolved on first use.
+The package mvllm-graph has it (`pip install "mvllm[graph]"`): this module stands for the package that the entry point
+`plugin_api.graph` of the group `mvllm.aliases` names. Importing it loads neither torch nor a device library.
 """
 
-from __future__ import annotations
+from typing import Any
 
-import importlib
-from typing import TYPE_CHECKING
+from mvllm.platform.module_aliases import alias_module
 
-from mvllm.platform.graph_compiler import DeviceArray, GraphCompiler, GraphProgram
-from mvllm.platform.step_graph import CacheValue, Dim, Kind, Node, StateValue, StepGraph, StepSizes, Value, substitute
-
-if TYPE_CHECKING:
-    from mvllm.graph.interpreter import Interpreter
-    from mvllm.graph.operations import GRAPH_OPERATIONS, GraphOperation
-    from mvllm.graph.platform import GraphPlatform
-    from mvllm.graph.program_process import ProcessCompiler
-
-_LAZY = {
-    "GRAPH_OPERATIONS": "mvllm.graph.operations",
-    "GraphOperation": "mvllm.graph.operations",
-    "GraphPlatform": "mvllm.graph.platform",
-    "ProcessCompiler": "mvllm.graph.program_process",
-    "Interpreter": "mvllm.graph.interpreter",
-}
-
-__all__ = [
-    "CacheValue",
-    "DeviceArray",
-    "Dim",
-    "GRAPH_OPERATIONS",
-    "GraphCompiler",
-    "GraphOperation",
-    "GraphPlatform",
-    "GraphProgram",
-    "Interpreter",
-    "Kind",
-    "Node",
-    "ProcessCompiler",
-    "StateValue",
-    "StepGraph",
-    "StepSizes",
-    "Value",
-    "substitute",
-]
+_attribute = alias_module(__name__, part="graph")
 
 
-def __getattr__(name: str) -> object:
-    module = _LAZY.get(name)
-    if module is None:
-        raise AttributeError(f"module 'mvllm.plugin_api.graph' has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+def __getattr__(name: str) -> Any:
+    return _attribute(name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(__getattr__("__all__"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,43 +25,17 @@ if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
 
 
-class DecoderForward:
-    """One decoder model, called with the inputs of a step.
-
-    Args:
-        model: The model, with its weights.
-        attention_groups: The attention metadata of its layers.
-        state_backend: Builds the metadata of its sequence states; None if no layer has a state.
+class StepForward(ABC):
+    """The forward pass of one model, called with the inputs of a step.
 
     Attributes:
-        lora: The LoRA mapping that the layers of the model read; None without LoRA.
         token_buffer: Replaces placeholders among the token ids as part of the compiled function; None if token ids
             have no placeholders.
-        static_items: Places the items of every step, where shapes are static; None without items.
     """
 
-    def __init__(
-        self, model: CausalLM, attention_groups: AttentionGroups, state_backend: StateBackend | None = None
-    ) -> None:
-        self.model = model
-        self.attention_groups = attention_groups
-        self.state_backend = state_backend
-        self.lora: CurrentLoRAMapping | None = None
-        self.token_buffer: SampledTokenBuffer | None = None
-        self.static_items: StaticItemInputs | None = None
-        self._compiled: Callable[..., torch.Tensor] | None = None
-        self._omits_prompt_lens = False
+    token_buffer: SampledTokenBuffer | None = None
 
-    def compile(self, compiler: CompileBackend) -> None:
-        """Compiles the model for steps of any size."""
-        self._compiled = compiler.compile(self.call_model, dynamic=True)
-        # A backend with a warm-up has compiled steps with all arguments.
-        self._omits_prompt_lens = not compiler.needs_warm_up()
-
-    def drop_compiled(self) -> None:
-        """Drops the compiled function, which refers to weights and KV cache."""
-        self._compiled = None
-
+    @abstractmethod
     def run(
         self,
         inputs: StepInputs,
@@ -73,8 +48,58 @@ class DecoderForward:
         Args:
             intermediate: Hidden states of the previous pipeline stage; None on the first.
             adapters: LoRA adapters of the step's tokens.
-            items: Images, audio and embeddings in the step. It is not compiled then, unless shapes are static: the
-                number of rows differs.
+            items: Images, audio and embeddings in the step.
+        """
+
+    def compile(self, compiler: CompileBackend) -> None:
+        """Compiles the model for steps of any size. Default: does nothing."""
+
+    def drop_compiled(self) -> None:
+        """Drops the compiled function, which refers to weights and KV cache. Default: there is none."""
+
+
+class DecoderForward(StepForward):
+    """One decoder model, called with the inputs of a step.
+
+    Args:
+        model: The model, with its weights.
+        attention_groups: The attention metadata of its layers.
+        state_backend: Builds the metadata of its sequence states; None if no layer has a state.
+
+    Attributes:
+        lora: The LoRA mapping that the layers of the model read; None without LoRA.
+        static_items: Places the items of every step, where shapes are static; None without items.
+    """
+
+    def __init__(
+        self, model: CausalLM, attention_groups: AttentionGroups, state_backend: StateBackend | None = None
+    ) -> None:
+        self.model = model
+        self.attention_groups = attention_groups
+        self.state_backend = state_backend
+        self.lora: CurrentLoRAMapping | None = None
+        self.static_items: StaticItemInputs | None = None
+        self._compiled: Callable[..., torch.Tensor] | None = None
+        self._omits_prompt_lens = False
+
+    def compile(self, compiler: CompileBackend) -> None:
+        self._compiled = compiler.compile(self.call_model, dynamic=True)
+        # A backend with a warm-up has compiled steps with all arguments.
+        self._omits_prompt_lens = not compiler.needs_warm_up()
+
+    def drop_compiled(self) -> None:
+        self._compiled = None
+
+    def run(
+        self,
+        inputs: StepInputs,
+        intermediate: torch.Tensor | None = None,
+        adapters: LoRAMapping | None = None,
+        items: StepItemTensors | None = None,
+    ) -> torch.Tensor:
+        """As StepForward.run.
+
+        A step with items is not compiled, unless shapes are static: the number of rows differs.
         """
         function = self.call_model if self._compiled is None else self._compiled
         metadata: list[Any] = [

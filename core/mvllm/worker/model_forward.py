@@ -13,11 +13,9 @@ import torch
 
 from mvllm.config.encoder_limits import items_of
 from mvllm.config.engine_config import EngineConfig
-from mvllm.graph.trace import GraphItems
 from mvllm.layers.context import ForwardStep
 from mvllm.layers.lora import LoRAMapping
 from mvllm.models.item_encoder import ItemEncoder
-from mvllm.ops.argmax import argmax as reference_argmax
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.graphs import CompileBackend
@@ -25,10 +23,8 @@ from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.pooling.pooler import PoolingState, make_token_type_ids
-from mvllm.sampling.sampler_output import HostSamplerOutput
-from mvllm.worker.decoder_forward import DecoderForward
+from mvllm.worker.decoder_forward import DecoderForward, StepForward
 from mvllm.worker.encoder_runner import StepItemTensors
-from mvllm.worker.graph_model import GraphForward
 from mvllm.worker.greedy_head import Argmax, GreedyHead
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.model_loader import ModelLoader
@@ -36,7 +32,7 @@ from mvllm.worker.pipeline_transport import PipelineTransport
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.space_logits import LogitsModel, SpaceLogits
 from mvllm.worker.state_layers import step_backend_of
-from mvllm.worker.static_items import StaticItemInputs, encoders_on_host
+from mvllm.worker.static_items import ItemInputSpec, StaticItemInputs
 from mvllm.worker.step_inputs import StepInputs
 
 
@@ -56,7 +52,6 @@ class ModelForward:
         needs_warm_up: The compiler needs calls before the first request.
         decoder: The model; None before `bind_model` and after `release`.
         head: The head of captured steps that sample greedily; None if the platform does not compile it.
-        samples_on_host: The model is a program of the platform, and `sample_on_host` may be called.
     """
 
     def __init__(
@@ -76,25 +71,22 @@ class ModelForward:
         self.pipeline = pipeline
         self.is_static = platform.capabilities.static_shapes
         self.needs_warm_up = False
-        self.decoder: DecoderForward | GraphForward | None = None
+        self.decoder: StepForward | None = None
         self.head: GreedyHead | None = None
-        self.samples_on_host = False
         has_spaces = bool(config.model.token_spaces)
         self._space_logits = SpaceLogits(config.model, runtime.from_numpy) if has_spaces else None
 
     def bind_model(self) -> None:
         """Prepares to run the loaded model, with the current KV cache groups."""
         model = self.loader.model
-        if self.loader.graph is not None:
-            self.decoder = GraphForward(self.loader.graph)
-            return
         groups = self.layers.attention_groups_of(model.attention_layers())
-        self.decoder = DecoderForward(model, groups, step_backend_of(model.state_layers()))
-        self.decoder.lora = self.loader.lora_manager.step if self.loader.supports_lora else None
-        items = GraphItems.of(items_of(self.config))
-        if items is not None and encoders_on_host(self.platform.capabilities):
+        decoder = DecoderForward(model, groups, step_backend_of(model.state_layers()))
+        decoder.lora = self.loader.lora_manager.step if self.loader.supports_lora else None
+        items = ItemInputSpec.of(items_of(self.config))
+        if items is not None and self.loader.encoders_on_host:
             dtype, has_rows = torch_dtype(self.config.model.dtype), self.pipeline.is_first
-            self.decoder.static_items = StaticItemInputs(items, dtype, self.runtime, has_rows=has_rows)
+            decoder.static_items = StaticItemInputs(items, dtype, self.runtime, has_rows=has_rows)
+        self.decoder = decoder
 
     def release(self) -> None:
         """Drops the model and its compiled functions."""
@@ -121,11 +113,9 @@ class ModelForward:
     def is_compiled(self) -> bool:
         """Whether the platform compiles the model."""
         config = self.config
-        if self.loader.graph is not None:
-            return False
         return self.platform.capabilities.compile and not config.enforce_eager and not config.model.kind.is_encoder
 
-    def compile(self, decoder: DecoderForward | GraphForward | None) -> CompileBackend | None:
+    def compile(self, decoder: StepForward | None) -> CompileBackend | None:
         """Compiles a decoder if the platform compiles models. The KV cache must be allocated.
 
         Returns:
@@ -145,15 +135,10 @@ class ModelForward:
             argmax: The operation of that name.
             buffer: The last sampled tokens, where they stay on the device.
         """
-        if self.loader.graph is not None:
-            is_plain = self._space_logits is None and argmax is reference_argmax and buffer is None
-            self.samples_on_host = is_plain and self._computes_logits
-            return
         compiler = self.compile(self.decoder)
-        on_device = not encoders_on_host(self.platform.capabilities)
-        if compiler is not None and on_device and (encoder := self._item_encoder) is not None:
+        if compiler is not None and not self.loader.encoders_on_host and (encoder := self._item_encoder) is not None:
             encoder.compile_towers(compiler)
-        if compiler is None or self.shapes().capture is None or not self._computes_logits:
+        if compiler is None or self.shapes().capture is None or not self.computes_logits:
             return
         head = GreedyHead(self.loader.model, argmax, buffer)
         if head.compile(compiler):
@@ -169,15 +154,16 @@ class ModelForward:
     @property
     def _item_encoder(self) -> ItemEncoder | None:
         """The encoders of the model's items, if it is loaded and has any."""
-        return self.loader.model.item_encoder if self.loader.is_loaded and self.loader.graph is None else None
+        return self.loader.model.item_encoder if self.loader.is_loaded else None
 
     @property
-    def _logits_model(self) -> LogitsModel:
+    def logits_model(self) -> LogitsModel:
         """What computes logits of hidden states."""
-        return self.loader.model if self.loader.graph is None else self.loader.graph
+        return self.loader.model
 
     @property
-    def _computes_logits(self) -> bool:
+    def computes_logits(self) -> bool:
+        """Whether this rank computes logits: on the last stage of a model that generates."""
         return self.pipeline.is_last and self.config.model.kind.generates
 
     def compute(
@@ -195,25 +181,12 @@ class ModelForward:
             [L, hidden_size], or None if no row samples or `head` may select them.
         """
         hidden, states = self.run(inputs, intermediate, adapters, pooling, items), None
-        if self._computes_logits and (self.head is None or not inputs.layout.capture):
+        if self.computes_logits and (self.head is None or not inputs.layout.capture):
             states = self.select_states(hidden, inputs)
         elif self.is_compiled and not self.pipeline.is_last:
             hidden = hidden.clone()  # the next step may overwrite it before it is sent
         self.runtime.step_mark()
         return hidden, states
-
-    def sample_on_host(
-        self,
-        inputs: StepInputs,
-        intermediate: torch.Tensor | None,
-        adapters: LoRAMapping | None = None,
-        items: StepItemTensors | None = None,
-    ) -> HostSamplerOutput:
-        """Runs the model and samples each row of logits greedily, where `samples_on_host`. Arguments as for `run`."""
-        assert self.loader.graph is not None
-        max_logits, token_ids = self.loader.graph.largest_logits(inputs, intermediate, adapters, items)
-        self.runtime.step_mark()
-        return HostSamplerOutput(token_ids, max_logits)
 
     def select_states(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | None:
         """The hidden states that need logits, [L, hidden_size]; None if no row samples."""
@@ -253,9 +226,9 @@ class ModelForward:
             spaces: int [num_rows], host: the token space of each row, from `RowSpaces.of`.
         """
         if self._space_logits is None:
-            logits = self._logits_model.compute_logits(states)
+            logits = self.logits_model.compute_logits(states)
         else:
-            logits = self._space_logits.compute(self._logits_model, states, spaces)
+            logits = self._space_logits.compute(self.logits_model, states, spaces)
         return logits if self.is_static else logits[:num_rows]
 
     def prompt_logits(
@@ -269,25 +242,36 @@ class ModelForward:
             spaces: int [n] on the host: the token space of each token's request, from `RowSpaces.of`.
         """
         if self._space_logits is None:
-            return self._logits_model.compute_logits(states)
-        return self._space_logits.compute_for(self._logits_model, states, token_ids, spaces)
+            return self.logits_model.compute_logits(states)
+        return self._space_logits.compute_for(self.logits_model, states, token_ids, spaces)
 
     def _run_encoder(
         self, inputs: StepInputs, intermediate: torch.Tensor | None, pooling: PoolingState | None
     ) -> torch.Tensor:
-        """Runs a model without KV cache. Not compiled: the lengths of the prompts differ in every step."""
-        model, starts, token_types = self.loader.model, inputs.layout.query_start_loc.tolist(), None
-        if model.uses_token_types and pooling is not None:
+        """Runs a model without KV cache."""
+        token_types = None
+        if self.loader.model.uses_token_types and pooling is not None:
             types = make_token_type_ids(
                 pooling,
                 rows=inputs.rows.tolist(),
-                starts=starts,
+                starts=inputs.layout.query_start_loc.tolist(),
                 firsts=inputs.first_positions.tolist(),
                 num_tokens=len(inputs.token_ids),
             )
             token_types = None if types is None else self.runtime.from_numpy(types)
-        if self.loader.graph is not None:
-            return self.loader.graph.run(inputs, intermediate, token_types=token_types)
+        return self.call_encoder(inputs, intermediate, token_types)
+
+    def call_encoder(
+        self, inputs: StepInputs, intermediate: torch.Tensor | None, token_types: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Hidden states of a step of a model without KV cache: [T, hidden_size].
+
+        Not compiled: the lengths of the prompts differ in every step.
+
+        Args:
+            token_types: As in ForwardStep.
+        """
+        starts = inputs.layout.query_start_loc.tolist()
         step = ForwardStep({}, prompt_starts=starts, token_types=token_types)
-        hidden: torch.Tensor = model(inputs.token_ids, inputs.positions, step, intermediate)
+        hidden: torch.Tensor = self.loader.model(inputs.token_ids, inputs.positions, step, intermediate)
         return hidden

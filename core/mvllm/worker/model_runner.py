@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -45,9 +45,8 @@ from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampler_output import SamplerOutput
 from mvllm.sampling.sampling_state import PROCESSED, SamplingState
 from mvllm.sampling.token_masks import TokenMasks
-from mvllm.worker.encoder_runner import EncoderRunner
+from mvllm.worker.encoder_runner import EncoderRunner, StepItemTensors
 from mvllm.worker.garbage import collect_garbage
-from mvllm.worker.graph_layers import GraphKVCacheLayers
 from mvllm.worker.greedy_head import Argmax
 from mvllm.worker.guided_sampling import GuidedSampling
 from mvllm.worker.host_blocks import HostBlocks, StepCopies
@@ -61,7 +60,6 @@ from mvllm.worker.pipeline_transport import PipelineTransport
 from mvllm.worker.prompt_logprobs import PromptLogprobsComputer
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.spec_decode.proposer import Proposer, make_proposer
-from mvllm.worker.static_items import encoders_on_host
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, ragged_ranges
 from mvllm.worker.step_result import ComputedStep, StepResult
 from mvllm.worker.warm_up import profile_step, sample_sizes, warm_up
@@ -91,7 +89,12 @@ class ModelRunner:
         loader: The model, the draft model and the LoRA adapters.
         rows: State of the running requests, from `allocate_kv_cache` on.
         host_blocks: This rank's part of the host blocks, from `allocate_kv_cache` on.
+        layers_class, loader_class, forward_class: The parts that a worker of another package replaces.
     """
+
+    layers_class: ClassVar[type[KVCacheLayers]] = KVCacheLayers
+    loader_class: ClassVar[type[ModelLoader]] = ModelLoader
+    forward_class: ClassVar[type[ModelForward]] = ModelForward
 
     rows: InputBatch
     host_blocks: HostBlocks
@@ -113,9 +116,8 @@ class ModelRunner:
         self._platform = platform
         self._runtime = runtime
         self._tp, self._pp = tp, pp
-        uses_graphs = platform.capabilities.graph_compiler
-        self._layers = (GraphKVCacheLayers if uses_graphs else KVCacheLayers)(config, platform, runtime)
-        self.loader = ModelLoader(config, platform, runtime, tp, pp, self._layers, num_devices=num_devices)
+        self._layers = self.layers_class(config, platform, runtime)
+        self.loader = self.loader_class(config, platform, runtime, tp, pp, self._layers, num_devices=num_devices)
         self._pipeline = PipelineTransport(
             pp,
             runtime,
@@ -123,13 +125,13 @@ class ModelRunner:
             dtype=torch_dtype(config.model.dtype),
             every_rank_answers=every_rank_answers,
         )
-        self._forward = ModelForward(config, platform, runtime, self.loader, self._layers, self._pipeline)
+        self._forward = self.forward_class(config, platform, runtime, self.loader, self._layers, self._pipeline)
         self._num_speculative = 0 if config.speculative is None else config.speculative.num_speculative_tokens
         self._make_sampler: Callable[..., Sampler] = Sampler
         self._sampler = self._make_sampler()
         self._argmax: Argmax = reference_argmax
         self._logsumexp: LogSumExp = reference_logsumexp
-        self._encoders = EncoderRunner(config, runtime, tp, pp, on_host=encoders_on_host(platform.capabilities))
+        self._encoders = EncoderRunner(config, runtime, tp, pp, on_host=self.loader.encoders_on_host)
         self._proposer: Proposer | None = None
         self._sampled_token_buffer: SampledTokenBuffer | None = None
         self._step_awaiting_masks: _UnsampledStep | None = None
@@ -428,14 +430,7 @@ class ModelRunner:
             inputs.token_ids = self._sampled_token_buffer.replace_placeholders(inputs.token_ids)
         intermediate = self._pipeline.receive_hidden(inputs.layout.num_tokens)
         items = None if inputs.items is None else self._encoders.tensors(inputs.items, inputs)
-        computed, adapters = ComputedStep(inputs), self._lora_batch_of(inputs)
-        if self._forward.samples_on_host and self.rows.give_only_greedy_tokens(
-            plan, inputs.rows[inputs.sampling_positions]
-        ):
-            computed.sampled = self._forward.sample_on_host(inputs, intermediate, adapters, items)
-        else:
-            found = self._forward.compute(inputs, intermediate, adapters, self.rows.pooling, items)
-            computed.hidden, computed.states = found
+        computed = self.compute_step(plan, inputs, intermediate, items)
         self.rows.num_computed[inputs.rows] += inputs.num_scheduled
         # A draft token counts as computed once it is accepted.
         if plan.draft_token_ids:
@@ -444,6 +439,25 @@ class ModelRunner:
             for position, drafts in plan.draft_token_ids.items():
                 self.rows.verified[plan.rows[position]] = (int(inputs.first_positions[position]), len(drafts))
         return computed
+
+    def compute_step(
+        self,
+        plan: SchedulerOutput,
+        inputs: StepInputs,
+        intermediate: torch.Tensor | None,
+        items: StepItemTensors | None,
+    ) -> ComputedStep:
+        """Runs the model.
+
+        Args:
+            plan: The step's plan.
+            inputs: Its inputs.
+            intermediate: Hidden states of the previous pipeline stage; None on the first.
+            items: Images, audio and embeddings in the step; None without any.
+        """
+        adapters = self.lora_batch_of(inputs)
+        hidden, states = self._forward.compute(inputs, intermediate, adapters, self.rows.pooling, items)
+        return ComputedStep(inputs, hidden, states)
 
     def _sample_step(self, plan: SchedulerOutput, computed: ComputedStep) -> ModelRunnerOutput | None:
         """On the last stage, samples; on the others, sends the hidden states to the next stage."""
@@ -486,7 +500,7 @@ class ModelRunner:
             return self._with_copies_done(self._sampled_token_buffer.collect_output(step))
         return self._pipeline.collect_output(step, self.rows)
 
-    def _lora_batch_of(self, inputs: StepInputs) -> LoRAMapping | None:
+    def lora_batch_of(self, inputs: StepInputs) -> LoRAMapping | None:
         """The LoRA adapters of a step's requests; None if none has one."""
         if not self.loader.supports_lora:
             return None

@@ -12,20 +12,33 @@ are not part of them: their shapes are those of the images, and they run on the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from mvllm.graph.trace import GraphItems
-from mvllm.platform.capabilities import Capabilities
+from mvllm.config.multimodal import MultiModalModel
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.worker.encoder_runner import StepItemTensors
 from mvllm.worker.step_inputs import StepInputs
 
 
-def encoders_on_host(capabilities: Capabilities) -> bool:
-    """Whether encoders run on the host beside a model on the device: where every shape is a program of its own."""
-    return capabilities.static_shapes and not capabilities.graph_compiler
+@dataclass(frozen=True)
+class ItemInputSpec:
+    """The items that a model's prompts may have, whose rows take the places of embeddings.
+
+    Attributes:
+        width: Elements of a row of `item_embeds`.
+        has_rope_positions: Tokens have three rotary positions.
+    """
+
+    width: int
+    has_rope_positions: bool
+
+    @classmethod
+    def of(cls, model: MultiModalModel | None) -> ItemInputSpec | None:
+        """Those of a model, as `items_of` gives it; None for text alone."""
+        return None if model is None else cls(model.embedding_width, model.rope_sections is not None)
 
 
 class StaticItemInputs:
@@ -40,7 +53,7 @@ class StaticItemInputs:
         has_rows: Whether this is the first pipeline stage, which reads embeddings.
     """
 
-    def __init__(self, items: GraphItems, dtype: torch.dtype, runtime: DeviceRuntime, *, has_rows: bool) -> None:
+    def __init__(self, items: ItemInputSpec, dtype: torch.dtype, runtime: DeviceRuntime, *, has_rows: bool) -> None:
         self._items, self._dtype, self._runtime, self._has_rows = items, dtype, runtime, has_rows
         self._no_rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.parallel_groups import ParallelGroups, join_groups
 from mvllm.errors import EngineSleepingError, RequestError
-from mvllm.logging import get_logger
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
@@ -21,10 +20,7 @@ from mvllm.platform.worker_protocol import HostBlockNeeds, KVCacheNeeds
 from mvllm.worker.host_weights import HostWeights
 from mvllm.worker.image_decoding import decode_images, peak_decode_bytes
 from mvllm.worker.model_runner import ModelRunner
-from mvllm.worker.useful_kv_bytes import useful_kv_bytes
 from mvllm.worker.weight_updater import WeightUpdater
-
-logger = get_logger(__name__)
 
 _PROFILE_DIVISOR = 16
 """On the host, the profile run is a step this many times smaller than the largest."""
@@ -46,7 +42,12 @@ class Worker:
         config: The engine's configuration.
         platform: The platform that owns the device.
         ctx: Which worker this is.
+
+    Attributes:
+        runner_class: Runs the steps. A worker of another package replaces it.
     """
+
+    runner_class: ClassVar[type[ModelRunner]] = ModelRunner
 
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         self._config = config
@@ -63,7 +64,7 @@ class Worker:
         self._thread = threading.get_ident()
         self._runtime = call_checked(self._platform, "init_device", self._ctx, returns=DeviceRuntime)
         self._groups = join_groups(self._config.parallel, self._platform, self._ctx, self._runtime.device)
-        self._runner = ModelRunner(
+        self._runner = self.runner_class(
             self._config,
             self._platform,
             self._runtime,
@@ -89,8 +90,7 @@ class Worker:
         The results of encoders that a worker keeps count to the peak.
 
         With unified memory, all workers of this machine share what is free, and the reserve is a share of what other
-        programs leave: they use their memory already. A program of a graph compiler may allocate all of it at once, and
-        not page by page as it is used, so it gets no more than it can use.
+        programs leave: they use their memory already.
         """
         runtime = self.runtime
         runtime.synchronize()
@@ -107,17 +107,7 @@ class Worker:
         reserve = int(usable * (1 - utilization))
         # Workers of other replicas may still be loading.
         loading = (sharers - sharers // self._config.parallel.data_parallel_size) * before.used_by_me if unified else 0
-        available = (before.free - loading - reserve) // sharers - peak
-        if not (unified and self._platform.capabilities.graph_compiler):
-            return available
-        useful = useful_kv_bytes(self._config, self.kv_cache_needs())
-        if useful < available:
-            logger.info(
-                "The KV cache takes twice what max_num_seqs %d requests of the longest length need, not all of the "
-                "host's memory that memory_utilization allows. To give it more, set kv_cache_memory_bytes.",
-                self._config.scheduler.max_num_seqs,
-            )
-        return min(useful, available)
+        return (before.free - loading - reserve) // sharers - peak
 
     def _peak_step_bytes(self) -> int:
         """The most bytes that a step takes in addition to the memory in use.
@@ -248,10 +238,10 @@ class Worker:
     def _weights_to_offload(self, level: int) -> HostWeights | None:
         """The weights that a sleep of this level copies to the host; None if it copies none."""
         loader = self.runner.loader
-        stays = self._host_weights is not None or not loader.is_loaded or loader.graph is not None
-        if level > 1 or stays or not self._platform.capabilities.offloads_weights:
+        owners = [] if self._host_weights is not None else loader.weight_owners
+        if level > 1 or not owners or not self._platform.capabilities.offloads_weights:
             return None
-        return HostWeights(loader.weight_owners, self.runtime, loader.caches)
+        return HostWeights(owners, self.runtime, loader.caches)
 
     def add_lora(self, request: LoRARequest) -> None:
         self.runner.loader.lora_manager.add_adapter(request)

@@ -9,11 +9,11 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ConfigError, MvllmError, PlatformError, UnsupportedMethodError
 from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.discovery import load_attribute
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import WorkerContext
+from mvllm.platform.worker_class import worker_class_of
 from mvllm.platform.worker_protocol import WORKER_METHODS, WorkerProtocol, defined_together
 
 logger = get_logger(__name__)
@@ -51,13 +51,13 @@ class WorkerWrapper:
 
     Args:
         config: The engine's configuration.
-        platform: The platform; its `worker_class` names the class, by default core's Worker.
+        platform: The platform; decides the class, see `worker_class_of`.
         ctx: The worker's ranks and device.
     """
 
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         with enter_phase(Phase.WORKER):
-            path = call_checked(platform, "worker_class", returns=(str, type(None))) or _default_worker_class(platform)
+            path = worker_class_of(platform)
             if platform.spec.torch_backend is not None:  # others need not have torch
                 from mvllm.worker.torch_backend import check_torch_backend
 
@@ -165,15 +165,6 @@ class WorkerWrapper:
             raise
         except BaseException as e:  # noqa: BLE001  (a plugin may raise anything, SystemExit included)
             logger.warning("%s failed in shutdown: %s: %s", self._name, type(e).__name__, e)
-
-
-def _default_worker_class(platform: Platform) -> str:
-    if not platform.capabilities.torch_device:
-        raise PlatformError(
-            f"The platform {platform.spec.name!r} has no torch device, so it needs its own worker class, but its "
-            "worker_class() returns None."
-        )
-    return "mvllm.worker.worker:Worker"
 
 
 def _load_class(path: str) -> Any:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("mlx.core", reason="mlx is not installed: python3 ci/matrix.py run mlx installs it")
 
 from mvllm.plugin_api import AttentionSpec, PlatformError, StateTensor
-from mvllm.plugin_api.graph import CacheValue, Node, ProcessCompiler, StateValue, StepGraph, StepSizes, Value
+from mvllm_graph import CacheValue, Node, ProcessCompiler, StateValue, StepGraph, StepSizes, Value
 from mvllm_mlx.compiler import TABLE
 
 SIZES = StepSizes(tokens=5, requests=1, pages=1, logits_rows=1, max_query_len=5, max_seq_len=5)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mvllm.plugin_api.graph import GRAPH_OPERATIONS, Node, StepGraph, StepSizes, Value, substitute
+from mvllm_graph import GRAPH_OPERATIONS, Node, StepGraph, StepSizes, Value, substitute
 from mvllm_openvino.compiler import OpenVINOCompiler
 
 T = 5

@@ -9,7 +9,7 @@ pytest.importorskip("openvino", reason="openvino is not installed: python3 ci/ma
 import numpy as np
 
 from mvllm.plugin_api import AttentionSpec
-from mvllm.plugin_api.graph import CacheValue, Node, StepGraph, StepSizes, Value
+from mvllm_graph import CacheValue, Node, StepGraph, StepSizes, Value
 from mvllm_openvino.compiler import OpenVINOCompiler
 
 BLOCK, NUM_BLOCKS, PAGES = 32, 40, 8

@@ -11,7 +11,7 @@ import torch
 from platforms.openvino.tests.one_node import T, Weight, check, expected, run
 
 from mvllm.ops.quantized_linear import QuantizedWeight, quantized_linear
-from mvllm.plugin_api.graph import GRAPH_OPERATIONS, Node, StepGraph, StepSizes, Value
+from mvllm_graph import GRAPH_OPERATIONS, Node, StepGraph, StepSizes, Value
 from mvllm_openvino.compiler import TABLE, OpenVINOCompiler
 
 

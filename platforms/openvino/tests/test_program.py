@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mvllm.plugin_api import PlatformError
-from mvllm.plugin_api.graph import Node, StepGraph, StepSizes, Value
+from mvllm_graph import Node, StepGraph, StepSizes, Value
 from mvllm_openvino.compiler import OpenVINOCompiler
 from mvllm_openvino.program import settings
 

@@ -16,7 +16,6 @@ import mvllm
 from mvllm.entrypoints.cli import plugin
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ConfigError
-from mvllm.graph.operations import GRAPH_OPERATIONS
 from mvllm.plugin_api import CONTRACT, WorkerContext
 from tests.helpers.plugins import ROOT
 
@@ -128,18 +127,6 @@ def test_the_template_imports_only_the_public_plugin_api():
         for module in re.findall(r"^\s*(?:from|import) (mvllm[\w.]*)", path.read_text(), flags=re.MULTILINE):
             allowed = ("mvllm.plugin_api", "mvllm.plugin_api.graph", "mvllm.testing.suite.everything")
             assert module in allowed, path.name
-
-
-def test_the_option_for_graphs_writes_a_compiler(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["plugin", "new", "acme", "--graph"]) == 0
-    monkeypatch.syspath_prepend(tmp_path / "mvllm-acme" / "src")
-    monkeypatch.delitem(sys.modules, "mvllm_acme", raising=False)
-    from mvllm_acme.compiler import AcmeCompiler  # type: ignore[import-not-found]
-
-    known = AcmeCompiler().operations()
-    needed = {op.name for op in GRAPH_OPERATIONS.values() if op.group in ("array", "attention")}
-    assert needed <= set(known) <= set(GRAPH_OPERATIONS)
 
 
 def test_the_page_about_conformance_shows_the_files_of_the_template():

@@ -18,7 +18,6 @@ from mvllm.platform.contract_surface import read_surface
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase
 from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP, ConfigChange
-from mvllm.plugin_api import graph
 
 DOCS = Path(__file__).parents[3] / "docs"
 CONTRACT_PAGE = re.sub(  # with list items on one line each
@@ -57,12 +56,11 @@ MESSAGES = {
     "StructuredOutputsParams",
     "ThinkingTokens",
 }
-SURFACE = read_surface()
+SURFACE = read_surface(with_graphs=False)
 CLASSES = {
     name: cls
-    for module in (plugin_api, graph)
-    for name in module.__all__
-    if isinstance(cls := getattr(module, name), type) and name not in NOT_HERE | OPAQUE | CONFIGURATION | MESSAGES
+    for name in plugin_api.__all__
+    if isinstance(cls := getattr(plugin_api, name), type) and name not in NOT_HERE | OPAQUE | CONFIGURATION | MESSAGES
 }
 
 

@@ -3,6 +3,8 @@
 `contracts/current.json` is the contract in the source. A commit that changes the contract regenerates this file, so
 that reviewers see the change. `contracts/released-MAJOR.MINOR.json` is the contract of a release: a copy of
 `current.json`, made when that version is published. The required version is computed from the newest release.
+
+The part of graphs has its own files and tests: plugins/graph/tests/unit/test_contract.py.
 """
 
 from __future__ import annotations
@@ -17,25 +19,29 @@ from pathlib import Path
 
 import pytest
 
-from mvllm import extension_api, plugin_api
+from mvllm import extension_api, plugin_api, plugin_groups
 from mvllm.entrypoints.cli.main import main
-from mvllm.graph.operations import GRAPH_OPERATIONS
 from mvllm.platform.contract_changes import changes, needed_version
-from mvllm.platform.contract_graph import GraphContractOperation
-from mvllm.platform.contract_surface import Member, Name, as_data, as_text, from_data, read_surface
+from mvllm.platform.contract_surface import (
+    GraphContractOperation,
+    Member,
+    Name,
+    as_data,
+    as_text,
+    from_data,
+    read_surface,
+)
 from mvllm.platform.hookspecs import mvllm_platform
-from mvllm.plugin_api import graph
 
 FOLDER = Path(__file__).parent / "contracts"
 CURRENT = FOLDER / "current.json"
-WRITE_COMMAND = f"mvllm contract --json > {CURRENT.relative_to(Path(__file__).parents[3])}"
-SURFACE = read_surface()
-MODULES = (plugin_api, graph)
+WRITE_COMMAND = "python -m tests.unit.platform.test_contract_surface"
+SURFACE = read_surface(with_graphs=False)
 
 
 def exported(name):
     """The object that plugins import by `name`."""
-    return getattr(plugin_api if name in plugin_api.__all__ else graph, name)
+    return getattr(plugin_api, name)
 
 
 def defining_module(name):
@@ -43,8 +49,7 @@ def defining_module(name):
     exported(name)
     [found] = {
         node.module
-        for module in MODULES
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        for node in ast.walk(ast.parse(inspect.getsource(plugin_api)))
         if isinstance(node, ast.ImportFrom)
         and node.module.startswith("mvllm.")
         and name in [alias.name for alias in node.names]
@@ -203,47 +208,6 @@ def test_a_changed_base_group_or_hook_is_major(new):
     ]
 
 
-def test_an_operation_of_graphs_that_compilers_must_name_is_major(new):
-    new.graph_operations["cumprod"] = GraphContractOperation("array", "refused", ["x: Tensor"], "Tensor")
-    new.graph_operations["swish"] = GraphContractOperation("named", "traced")
-    new.graph_operations["fused_swish"] = GraphContractOperation("optional", "unused")
-    new.graph_operations["moe"].if_left_out = "refused"
-    new.graph_operations["add"].parameters.append("scale: float")
-    del new.graph_operations["arange"]
-    assert [line.partition(" was (")[0] for line in diff(new)] == [
-        "major: graph operation add: its signature",
-        "major: graph operation arange was removed",
-        "major: graph operation cumprod (array) was added: compilers that do not name it cannot run models whose "
-        "graphs have it",
-        "minor: graph operation fused_swish (optional) was added: it occurs only if a compiler names it",
-        "major: graph operation moe: if left out, it was traced, is refused: compilers that do not name it cannot run "
-        "models whose graphs have it",
-        "minor: graph operation swish (named) was added: for compilers that do not name it, it is traced as array "
-        "operations",
-    ]
-
-
-def test_a_capability_that_every_graph_platform_claims_is_major(new):
-    new.graph_capabilities["kv_transfer"] = "True"
-    new.names["GraphPlatform"].members["warm_up"] = Member("method", required=True)
-    assert diff(new) == [
-        "major: GraphPlatform.warm_up was added, and is required",
-        "major: GraphPlatform.capabilities: kv_transfer was not claimed, is True",
-    ]
-
-
-def test_a_parameter_of_a_method_that_graph_platforms_implement_is_major(new):
-    new.names["GraphPlatform"].members["graph_compiler"].parameters.append("device: int = 0")
-    [change] = diff(new)
-    assert change.startswith("major: GraphPlatform.graph_compiler: its parameters were ()")
-
-
-def test_a_contract_file_without_graphs_has_only_additions(new):
-    new.graph_operations, new.graph_capabilities = {}, {}
-    [change] = changes(new, SURFACE)
-    assert str(change) == "minor: the operations of graphs and GraphPlatform's capabilities were added"
-
-
 # --------------------------------------------------------------------------------------------------- which version
 
 
@@ -297,67 +261,43 @@ def test_releases_are_ordered_by_version_number(tmp_path, new):
 
 
 def test_the_surface_matches_runtime_introspection():
-    """Compares the surface, parsed from source without running it, with the imported classes."""
-    assert set(SURFACE.names) == {name for module in MODULES for name in module.__all__}
+    assert set(SURFACE.names) == set(plugin_api.__all__)
     for name, entry in SURFACE.names.items():
-        actual = exported(name)
-        if not isinstance(actual, type):
-            continue
-        assert [base.__name__ for base in actual.__bases__ if base is not object] == [
-            base.rpartition(".")[2] for base in entry.bases
+        assert_matches_introspection(name, entry, exported(name))
+
+
+def assert_matches_introspection(name, entry, actual):
+    """Compares an entry of the surface, parsed from source without running it, with the imported class."""
+    if not isinstance(actual, type):
+        return
+    assert [base.__name__ for base in actual.__bases__ if base is not object] == [
+        base.rpartition(".")[2] for base in entry.bases
+    ]
+    public = {member for member in vars(actual) if not member.startswith("_")} | set(
+        vars(actual).get("__annotations__", {})
+    )
+    assert {member for member in public if not member.startswith("_")} == set(entry.members) - {"__init__"}, name
+    methods = {member for member, facts in entry.members.items() if facts.kind in ("method", "property")}
+    if entry.bases == ["ABC"]:
+        required = {member for member in methods if entry.members[member].required}
+        assert required | {"validate"} == set(actual.__abstractmethods__) | {"validate"}, name
+    for member in methods - {"__init__"}:
+        function = getattr(actual, member)
+        function = function.fget if isinstance(function, property) else function
+        parameters = [
+            re.sub(r"<class (\w+)>", r"\1", str(p).replace("'", ""))
+            for p in inspect.signature(function).parameters.values()
+        ][1:]
+        constants = vars(sys.modules[actual.__module__])
+        shown = [
+            re.sub(r"= (_\w+)$", lambda found: f"= {constants[found[1]]}", p.replace("'", ""))  # noqa: B023
+            for p in entry.members[member].parameters
+            if p != "*"
         ]
-        public = {member for member in vars(actual) if not member.startswith("_")} | set(
-            vars(actual).get("__annotations__", {})
-        )
-        assert {member for member in public if not member.startswith("_")} == set(entry.members) - {"__init__"}, name
-        methods = {member for member, facts in entry.members.items() if facts.kind in ("method", "property")}
-        if entry.bases == ["ABC"]:
-            required = {member for member in methods if entry.members[member].required}
-            assert required | {"validate"} == set(actual.__abstractmethods__) | {"validate"}, name
-        for member in methods - {"__init__"}:
-            function = getattr(actual, member)
-            function = function.fget if isinstance(function, property) else function
-            parameters = [
-                re.sub(r"<class (\w+)>", r"\1", str(p).replace("'", ""))
-                for p in inspect.signature(function).parameters.values()
-            ][1:]
-            constants = vars(sys.modules[actual.__module__])
-            shown = [
-                re.sub(r"= (_\w+)$", lambda found: f"= {constants[found[1]]}", p.replace("'", ""))  # noqa: B023
-                for p in entry.members[member].parameters
-                if p != "*"
-            ]
-            assert [p.replace(" ", "") for p in shown] == [p.replace(" ", "") for p in parameters], (name, member)
+        assert [p.replace(" ", "") for p in shown] == [p.replace(" ", "") for p in parameters], (name, member)
 
 
-def test_the_operations_of_graphs_match_those_that_run():
-    assert set(SURFACE.graph_operations) == set(GRAPH_OPERATIONS)
-    for name, operation in GRAPH_OPERATIONS.items():
-        read = SURFACE.graph_operations[name]
-        assert read.group == operation.group, name
-        assert read.if_left_out == (
-            operation.if_left_out or ("refused" if operation.group in ("attention", "array") else "unused")
-        ), name
-        if operation.group in ("attention", "array", "collective"):
-            parameters = [p.partition(":")[0].lstrip("*") for p in read.parameters if p != "*"]
-            assert parameters == [*operation.parameters], name
-
-
-def test_the_capabilities_of_graph_platforms_match_those_that_run_and_are_documented():
-    class Some(graph.GraphPlatform):
-        dtypes = ("float32",)
-        spec = None
-        graph_compiler = None
-
-    claimed = Some().capabilities
-    bare = plugin_api.Capabilities(dtypes=("float32",), kv_dtypes=("float32",))
-    differing = {name for name in vars(claimed) if getattr(claimed, name) != getattr(bare, name)}
-    assert set(SURFACE.graph_capabilities) == differing
-    shown = set(re.findall(r"`(\w+)`", inspect.getdoc(graph.GraphPlatform).partition("Attributes:")[0]))
-    assert (differing - {"collectives"}) | claimed.collectives <= shown
-
-
-@pytest.mark.parametrize("module", [*MODULES, extension_api])
+@pytest.mark.parametrize("module", [plugin_api, extension_api])
 def test_help_lists_every_name(module):
     """pydoc and tab completion read `dir`, which must have the names that are resolved on first use."""
     assert set(module.__all__) <= set(dir(module))
@@ -413,7 +353,7 @@ def test_the_contract_survives_a_json_round_trip():
 def test_the_command_prints_every_name_with_its_signature(capsys):
     assert main(["contract"]) == 0
     out = capsys.readouterr().out
-    assert out == as_text(SURFACE) + "\n"
+    assert out == as_text(read_surface()) + "\n"
     for line in (
         f"contract {plugin_api.CONTRACT[0]}.{plugin_api.CONTRACT[1]}",
         "    required method plan(config: EngineConfig) -> Plan | Refusals  # frontend",
@@ -422,17 +362,11 @@ def test_the_command_prints_every_name_with_its_signature(capsys):
         "function require_phase(*allowed: Phase) -> None",
     ):
         assert line in out.splitlines()
-    assert all(f" {name}" in out for module in MODULES for name in module.__all__)
-    for line in (
-        "graph operation linear  # named, traced if left out",
-        "graph operation neg(x: Tensor) -> Tensor  # array, refused if left out",
-        "graph capability sinks = True",
-    ):
-        assert line in out.splitlines()
+    assert all(f" {name}" in out for name in plugin_api.__all__)
 
 
-def test_the_command_compares_with_an_older_contract(capsys, tmp_path, new):
-    kept = tmp_path / "kept.json"
+def test_the_command_compares_with_an_older_contract(capsys, tmp_path):
+    new, kept = read_surface(), tmp_path / "kept.json"
     assert main(["contract", "--json"]) == 0
     kept.write_text(capsys.readouterr().out)
     assert main(["contract", "--against", str(kept)]) == 0
@@ -445,3 +379,18 @@ def test_the_command_compares_with_an_older_contract(capsys, tmp_path, new):
     kept.write_text("[]")
     assert main(["contract", "--against", str(kept)]) == 1
     assert "mvllm contract --json" in capsys.readouterr().err
+
+
+def test_a_contract_file_with_graphs_names_their_package_if_it_is_missing(capsys, tmp_path, monkeypatch, new):
+    monkeypatch.setattr(plugin_groups, "list_plugins", lambda group: [])
+    new.graph_operations["neg"] = GraphContractOperation("array", "refused")
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps(as_data(new)))
+    assert main(["contract"]) == 0
+    assert main(["contract", "--against", str(kept)]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert str(kept) in line and "mvllm-graph" in line
+
+
+if __name__ == "__main__":
+    CURRENT.write_text(json.dumps(as_data(SURFACE), indent=1) + "\n", encoding="utf-8")

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from mvllm.config.engine_config import CacheConfig, ParallelConfig, SchedulerConfig
-from mvllm.engine.core.kv_cache_sizing import size_kv_cache
 from mvllm.platform.runtime import MemoryInfo
 from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds
-from mvllm.worker.useful_kv_bytes import useful_kv_bytes
 from mvllm.worker.worker import Worker
 from tests.unit.engine.builders import make_config
 from tests.unit.worker.builders import HostRuntime
@@ -37,35 +35,6 @@ def test_the_encoder_cache_reduces_the_kv_cache() -> None:
     assert available(unified_memory=False, local_world_size=1, encoder_cache=120) == 700 - 250 - 50 - 120
 
 
-class LargeRuntime(MeasuredRuntime):
-    """The same with 1000 GB."""
-
-    def memory(self) -> MemoryInfo:
-        small = super().memory()
-        return MemoryInfo(*(10**9 * figure for figure in (small.total, small.free, small.used_by_me, self.peak)))
-
-
-@pytest.mark.parametrize(
-    ("needs", "num_seqs", "expected"),
-    [
-        (KVCacheNeeds(10, (16, 32)), 256, 2 * 256 * (1024 + 32) * 10),  # twice the longest requests, in whole blocks
-        (KVCacheNeeds(10, (16,)), 1, 65_536 * 10),  # room for prefix caching
-        (KVCacheNeeds(10, (16,), state_bytes=7, fixed_state_bytes=3), 16, 65_536 * 10 + (16 + 128) * 7 + 3),
-        (KVCacheNeeds(10, (16,), state_bytes=7, fixed_state_bytes=3), 64, 2 * 64 * 1040 * 10 + (64 + 260) * 7 + 3),
-        (KVCacheNeeds(0, (16,), state_bytes=7, fixed_state_bytes=3), 64, 256 * 7 + 3),  # blocks have no memory
-    ],
-)
-def test_a_graph_platform_on_the_host_takes_no_more_than_it_can_use(needs, num_seqs, expected) -> None:
-    common = {"local_world_size": 1, "utilization": 0.25, "needs": needs, "num_seqs": num_seqs}
-    assert available(unified_memory=True, runtime=LargeRuntime(), **common) == 50 * 10**9
-    assert available(unified_memory=True, graph_compiler=True, runtime=LargeRuntime(), **common) == expected
-    # A device with memory of its own has no other use for it.
-    alone = available(
-        unified_memory=False, graph_compiler=True, runtime=LargeRuntime(), **(common | {"utilization": 1})
-    )
-    assert alone == 650 * 10**9
-
-
 def available(
     *,
     unified_memory: bool,
@@ -73,13 +42,13 @@ def available(
     utilization: float = 0.75,
     replicas: int = 1,
     encoder_cache: int = 0,
-    graph_compiler: bool = False,
+    worker_class: type[Worker] = Worker,
     runtime: MeasuredRuntime | None = None,
     needs: KVCacheNeeds | None = None,
     num_seqs: int = 128,
 ) -> int:
     platform = FakePlatform()
-    platform.capabilities = replace(platform.capabilities, unified_memory=unified_memory, graph_compiler=graph_compiler)
+    platform.capabilities = replace(platform.capabilities, unified_memory=unified_memory)
     config = make_config()
     config = replace(
         config,
@@ -90,7 +59,7 @@ def available(
         ),  # a step that runs the whole batch
         parallel=ParallelConfig(data_parallel_size=replicas),
     )
-    worker = Worker(config, platform, WorkerContext(world_size=8, local_world_size=local_world_size))
+    worker = worker_class(config, platform, WorkerContext(world_size=8, local_world_size=local_world_size))
     worker._runtime = runtime = runtime or MeasuredRuntime()
     loader = SimpleNamespace(model=SimpleNamespace(pixel_decoder=None))
     worker._runner = SimpleNamespace(
@@ -101,16 +70,6 @@ def available(
         kv_cache_needs=lambda: needs,
     )
     return worker.available_kv_bytes()
-
-
-def test_memory_that_is_limited_to_what_is_useful_has_blocks_for_all_tokens_of_a_hybrid_model() -> None:
-    """Snapshots of large states do not take the place of blocks, however long the sequences are."""
-    config = make_config()
-    config = replace(config, model=replace(config.model, max_model_len=32_768), cache=CacheConfig())
-    needs = KVCacheNeeds(100, (16,), state_bytes=500_000, fixed_state_bytes=1000)
-    num_seqs = config.scheduler.max_num_seqs
-    summary = size_kv_cache(config, [needs], [useful_kv_bytes(config, needs)])
-    assert summary.num_blocks * 16 >= 1.9 * num_seqs * 32_768 and summary.num_state_slots > num_seqs
 
 
 class StepRuntime(HostRuntime):

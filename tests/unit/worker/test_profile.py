@@ -46,9 +46,7 @@ def test_a_model_that_reads_the_prompts_lengths_gets_them(reads_them: bool, monk
     given: list[StepInputs] = []
     config, platform, runtime = make_config(), FakePlatform(), HostRuntime()
     pipeline = SimpleNamespace(is_last=False, zero_hidden_states=lambda num_tokens: None)
-    loader = SimpleNamespace(
-        model=SimpleNamespace(uses_prompt_lens=reads_them), supports_lora=False, draft=None, graph=None
-    )
+    loader = SimpleNamespace(model=SimpleNamespace(uses_prompt_lens=reads_them), supports_lora=False, draft=None)
     layers = KVCacheLayers(config, platform, runtime)
     forward = ModelForward(config, platform, runtime, loader, layers, pipeline)
     monkeypatch.setattr(forward, "run", lambda inputs, *others: given.append(inputs))

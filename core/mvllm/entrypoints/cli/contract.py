@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from mvllm.errors import ConfigError
+from mvllm.installable import missing_part
 from mvllm.platform.contract_changes import changes, needed_version
 from mvllm.platform.contract_surface import Surface, as_data, as_text, from_data, read_surface
 
@@ -26,7 +27,11 @@ def run(args: argparse.Namespace) -> int:
     """Prints the contract or its changes."""
     surface = read_surface()
     if args.against is not None:
-        return _compare(_read(args.against), surface, as_json=args.json)
+        old = _read(args.against)
+        if old.graph_operations and not surface.graph_operations:
+            what = f"--against {args.against}, which has the operations of graphs,"
+            raise ConfigError(missing_part("graph", what) or f"{what} needs the package mvllm-graph.")
+        return _compare(old, surface, as_json=args.json)
     print(json.dumps(as_data(surface), indent=1) if args.json else as_text(surface))
     return 0
 

@@ -34,8 +34,7 @@ import torch.nn.functional as F
 
 from mvllm.config.model import ModelConfig
 from mvllm.sampling.sampler import Sampler
-from mvllm.worker.decoder_forward import DecoderForward
-from mvllm.worker.graph_model import GraphForward, GraphModel
+from mvllm.worker.decoder_forward import DecoderForward, StepForward
 from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.space_logits import LogitsModel
@@ -53,21 +52,22 @@ class DraftModel:
     Attributes:
         config: Its config.
         model: The model, with its weights.
-        graph: The model as a program, on platforms with a graph compiler.
     """
 
     config: ModelConfig
     model: CausalLM
-    graph: GraphModel | None = None
 
-    def forward(self, layers: KVCacheLayers) -> DecoderForward | GraphForward:
+    @property
+    def logits_model(self) -> LogitsModel:
+        """What computes logits of its hidden states."""
+        return self.model
+
+    def forward(self, layers: KVCacheLayers) -> StepForward:
         """Its forward pass.
 
         Args:
             layers: The attention layers of the rank, those of this model included.
         """
-        if self.graph is not None:
-            return GraphForward(self.graph)
         groups = layers.attention_groups_of(self.model.attention_layers())
         return DecoderForward(self.model, groups, step_backend_of(self.model.state_layers()))
 
@@ -90,7 +90,7 @@ class DraftModelProposer:
     def __init__(
         self,
         draft: DraftModel,
-        forward: DecoderForward | GraphForward,
+        forward: StepForward,
         target: ModelConfig,
         *,
         rows: InputBatch,
@@ -101,7 +101,7 @@ class DraftModelProposer:
         first_state_slot: int | None = None,
     ) -> None:
         self._forward = forward
-        self._logits_model: LogitsModel = draft.model if draft.graph is None else draft.graph
+        self._logits_model = draft.logits_model
         self._draft_vocab_size = draft.config.vocab_size
         self._max_len = min(draft.config.max_model_len, target.max_model_len)
         self._vocab_size = target.vocab_size

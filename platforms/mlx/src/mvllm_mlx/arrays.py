@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mvllm.plugin_api.graph import Node
+from mvllm_graph import Node
 from mvllm_mlx.lowering import DTYPES, Lowering, Run
 from mvllm_mlx.named import softplus
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mvllm.plugin_api import AttentionSpec
-from mvllm.plugin_api.graph import Node
+from mvllm_graph import Node
 from mvllm_mlx.lowering import Lowering, Run, power_of_two
 
 Array = Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from mvllm.plugin_api import AttentionSpec, PlatformError
-from mvllm.plugin_api.graph import CacheValue, GraphCompiler, GraphProgram, StepGraph
+from mvllm_graph import CacheValue, GraphCompiler, GraphProgram, StepGraph
 from mvllm_mlx.arrays import ARRAYS
 from mvllm_mlx.attention import ATTENTION
 from mvllm_mlx.lowering import DTYPES, Lowering

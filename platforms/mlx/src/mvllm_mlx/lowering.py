@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 
-from mvllm.plugin_api.graph import Node, substitute
+from mvllm_graph import Node, substitute
 
 if TYPE_CHECKING:
     from mvllm_mlx.attention import AttentionStep

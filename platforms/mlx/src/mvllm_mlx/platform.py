@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mvllm.plugin_api import Capabilities, PlatformSpec, ShapePolicy
-from mvllm.plugin_api.graph import GraphCompiler, GraphPlatform, ProcessCompiler
+from mvllm_graph import GraphCompiler, GraphPlatform, ProcessCompiler
 from mvllm_mlx.plugin import SPEC
 
 _LARGEST = 1 << 20

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mvllm.plugin_api import KVLayout, PlatformError
-from mvllm.plugin_api.graph import CacheValue, DeviceArray, GraphProgram, StateValue, StepGraph, StepSizes
+from mvllm_graph import CacheValue, DeviceArray, GraphProgram, StateValue, StepGraph, StepSizes
 from mvllm_mlx.attention import AttentionStep, cache_shapes
 from mvllm_mlx.lowering import DTYPES, Lowering, Run, require_memory, to_mlx, to_numpy
 from mvllm_mlx.states import StateStep

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mvllm.plugin_api.graph import Node
+from mvllm_graph import Node
 from mvllm_mlx.lowering import Lowering, Run, power_of_two
 from mvllm_mlx.named import softplus
 

@@ -9,7 +9,7 @@ import numpy as np
 from openvino import Type
 from openvino import opset15 as op
 
-from mvllm.plugin_api.graph import Node
+from mvllm_graph import Node
 from mvllm_openvino.building import Building, Lowering, Out, computed_type, constant, integers, is_symbolic
 
 

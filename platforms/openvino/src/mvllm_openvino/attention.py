@@ -15,7 +15,7 @@ from openvino import Type
 from openvino import opset15 as op
 
 from mvllm.plugin_api import AttentionSpec
-from mvllm.plugin_api.graph import CacheValue, Node
+from mvllm_graph import CacheValue, Node
 from mvllm_openvino.building import TYPES, Building, Lowering, Out, constant, integers
 from mvllm_openvino.gathered_attention import BLOCK_SIZE, after, attend_gathered, make_batch, store
 from mvllm_openvino.named import scalar

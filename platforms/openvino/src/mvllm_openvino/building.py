@@ -16,7 +16,7 @@ import openvino as ov
 from openvino import Type
 from openvino import opset15 as op
 
-from mvllm.plugin_api.graph import Dim, Node, StepGraph, Value
+from mvllm_graph import Dim, Node, StepGraph, Value
 
 REAL = ("float32", "bfloat16", "float16", "float64")
 TYPES = {

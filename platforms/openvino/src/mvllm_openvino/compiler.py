@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from mvllm.plugin_api import PlatformError
-from mvllm.plugin_api.graph import CacheValue, GraphCompiler, GraphProgram, StepGraph
+from mvllm_graph import CacheValue, GraphCompiler, GraphProgram, StepGraph
 from mvllm_openvino.arrays import ARRAYS
 from mvllm_openvino.attention import ATTENTION, unsupported
 from mvllm_openvino.building import Lowering

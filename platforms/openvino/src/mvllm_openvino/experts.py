@@ -13,7 +13,7 @@ from openvino import Type
 from openvino import opset15 as op
 from openvino.opset17 import grouped_matmul
 
-from mvllm.plugin_api.graph import Node
+from mvllm_graph import Node
 from mvllm_openvino.building import Building, Lowering, Out, constant, integers
 from mvllm_openvino.named import activate, halves, scalar
 

@@ -8,7 +8,7 @@ import numpy as np
 from openvino import Type
 from openvino import opset15 as op
 
-from mvllm.plugin_api.graph import Node
+from mvllm_graph import Node
 from mvllm_openvino.building import Building, Lowering, Out, constant, integers
 from mvllm_openvino.quantized import quantized_weight
 

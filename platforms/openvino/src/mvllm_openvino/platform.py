@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib import metadata
 
 from mvllm.plugin_api import Capabilities, Check, CheckStatus, Platform, PlatformSpec
-from mvllm.plugin_api.graph import GraphCompiler, GraphPlatform
+from mvllm_graph import GraphCompiler, GraphPlatform
 from mvllm_openvino.plugin import SPEC
 
 

@@ -16,7 +16,7 @@ import openvino as ov
 from openvino import Type
 
 from mvllm.plugin_api import KVLayout
-from mvllm.plugin_api.graph import CacheValue, GraphProgram, StepGraph, StepSizes, Value, substitute
+from mvllm_graph import CacheValue, GraphProgram, StepGraph, StepSizes, Value, substitute
 from mvllm_openvino.attention import cache_shapes
 from mvllm_openvino.building import TYPES, Building, Lowering, computed_type, converted, stored_type
 from mvllm_openvino.gathered_attention import BLOCK_SIZE

@@ -14,7 +14,7 @@ import openvino as ov
 from openvino import Type
 from openvino import opset15 as op
 
-from mvllm.plugin_api.graph import Node, StepGraph, Value
+from mvllm_graph import Node, StepGraph, Value
 from mvllm_openvino.building import Building, Out, array_constant, integers
 
 

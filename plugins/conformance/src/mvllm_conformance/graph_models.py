@@ -1,4 +1,7 @@
-"""A model of the suite's zoo as graphs, and steps of its requests, for the GRA clauses."""
+"""A model of the suite's zoo as graphs, and steps of its requests, for the GRA clauses.
+
+It needs mvllm-graph, which platforms with a graph compiler require.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +16,36 @@ import torch
 
 from mvllm.extension_api import BuildContext
 from mvllm.extension_api.testing import (
+    EngineArgs,
+    GroupCoordinator,
+    ItemInputSpec,
+    OpTable,
+    load_weights,
+    resolve_model_class,
+    torch_dtype,
+)
+from mvllm.plugin_api import (
+    AttentionSpec,
+    CacheValue,
+    GraphCompiler,
+    GraphProgram,
+    GroupSpec,
+    MultiModalModel,
+    StepSizes,
+)
+from mvllm_graph.testing import (
     HEAD,
     MODEL,
-    EngineArgs,
-    GraphItems,
-    GroupCoordinator,
-    OpTable,
     RecordedAttention,
     RecordedGroup,
     TracedModel,
     distinct_inputs,
-    load_weights,
     recording_providers,
-    resolve_model_class,
     run_parts,
     to_numpy,
     to_torch,
-    torch_dtype,
     trace_model,
 )
-from mvllm.plugin_api import AttentionSpec, GroupSpec, MultiModalModel
-from mvllm.plugin_api.graph import CacheValue, GraphCompiler, GraphProgram, StepSizes
 
 
 def trace_checkpoint(
@@ -65,7 +77,7 @@ def trace_checkpoint(
     model = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)(config, context)
     load_weights(model, folder, use_tqdm=False)
     model.after_load()
-    return trace_model(model, operations=operations, items=GraphItems.of(multimodal))
+    return trace_model(model, operations=operations, items=ItemInputSpec.of(multimodal))
 
 
 @dataclass(frozen=True)

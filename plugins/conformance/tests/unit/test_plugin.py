@@ -263,14 +263,14 @@ def test_a_run_that_is_cut_leaves_its_table_and_report(run, tmp_path, monkeypatc
 HANGING = """
 import time
 from mvllm.plugin_api import PlatformSpec, hookimpl
-from tests.helpers.graph_platform import InterpreterPlatform
+from mvllm_cpu.platform import CPUPlatform
 
-SPEC = PlatformSpec("hanging", "tests", (1, 1), "tests.helpers.graph_platform:probe", "hanging_device:HangingPlatform")
+SPEC = PlatformSpec("hanging", "tests", (1, 1), "mvllm_cpu.probe:probe", "hanging_device:HangingPlatform")
 
 @hookimpl
 def mvllm_platform(): return SPEC
 
-class HangingPlatform(InterpreterPlatform):
+class HangingPlatform(CPUPlatform):
     spec = SPEC
 
     def communicator(self, group, device):

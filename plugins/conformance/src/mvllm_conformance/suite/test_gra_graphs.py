@@ -1,23 +1,28 @@
-"""GRA: programs of a graph compiler compute what the definitions of a graph's operations give."""
+"""GRA: programs of a graph compiler compute what the definitions of a graph's operations give.
+
+Tests import mvllm-graph when they run: only platforms with a graph compiler require it.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
-from mvllm.extension_api.testing import COLLECTIVES, to_numpy, torch_dtype
-from mvllm.plugin_api import DeviceRuntime, MultiModalModel
-from mvllm.plugin_api.graph import GRAPH_OPERATIONS, GraphCompiler, Interpreter, Node, StepGraph, Value
-from mvllm_conformance.graph_models import GraphModelUnderTest, ItemUnderTest, step_of_ranks, trace_checkpoint
+from mvllm.extension_api.testing import torch_dtype
+from mvllm.plugin_api import DeviceRuntime, GraphCompiler, MultiModalModel, Node, StepGraph, Value
 from mvllm_conformance.markers import clause, exhaustive, skip_not_claimed
 from mvllm_conformance.platform_under_test import PlatformUnderTest
 from mvllm_conformance.tensor_assertions import assert_equal
 from mvllm_conformance.zoo import FAMILIES, STATE_FAMILY, VOCAB_SIZE, Zoo, main_dtype
+
+if TYPE_CHECKING:
+    from mvllm_conformance.graph_models import GraphModelUnderTest
 
 LENGTHS = (37, 20, 5)
 TOLERANCE = {"float32": 1e-3, "float16": 0.06, "bfloat16": 0.4}
@@ -30,7 +35,15 @@ def compiler_of(subject: PlatformUnderTest) -> GraphCompiler:
     return compiler
 
 
+def interpreter() -> GraphCompiler:
+    from mvllm_graph import Interpreter
+
+    return Interpreter()
+
+
 def model_of(subject: PlatformUnderTest, zoo: Zoo, family: str = "llama", order: int = 1) -> GraphModelUnderTest:
+    from mvllm_conformance.graph_models import GraphModelUnderTest, trace_checkpoint
+
     if family == STATE_FAMILY and not subject.capabilities.state:
         skip_not_claimed("state")
     compiler, rng = compiler_of(subject), random.Random(family)
@@ -60,7 +73,7 @@ def test_a_program_gives_the_logits_of_the_definitions(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, zoo: Zoo, family: str
 ) -> None:
     model = model_of(subject, zoo, family)
-    exact = replace(model, compiler=Interpreter())
+    exact = replace(model, compiler=interpreter())
     for lengths in STEPS:
         where = f"{family}, step of {lengths} tokens"
         assert_close(subject, model.step(lengths), exact.step(lengths), where)
@@ -73,7 +86,7 @@ def test_padding_changes_nothing(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, zoo: Zoo, family: str
 ) -> None:
     model = model_of(subject, zoo, family)
-    exact = replace(model, compiler=Interpreter())
+    exact = replace(model, compiler=interpreter())
     for padding, lengths in zip((3, 1, 2), STEPS, strict=True):
         where = f"{family}, step of {lengths} tokens and {padding} of padding"
         assert_close(subject, model.step(lengths, padding=padding), exact.step(lengths), where)
@@ -84,8 +97,10 @@ def test_padding_changes_nothing(
 def test_weights_are_taken_in_any_order_and_may_be_set_again(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, zoo: Zoo
 ) -> None:
+    from mvllm_graph.testing import to_numpy
+
     model = model_of(subject, zoo, order=-1)
-    exact = replace(model, compiler=Interpreter(), order=1)
+    exact = replace(model, compiler=interpreter(), order=1)
     assert_close(subject, model.step((20, 0, 0)), exact.step((20, 0, 0)), "weights in reversed order")
     name = next(value.name for value in model.traced.graphs[0].inputs_of("weight") if len(value.shape) == 1)
     doubled = to_numpy(2 * model.traced.arrays[name])
@@ -132,6 +147,8 @@ def test_caches_are_allocated_again_and_a_program_is_closed_twice(
 def test_a_compiler_names_operations_and_refuses_others(
     subject: PlatformUnderTest, bound_device: DeviceRuntime
 ) -> None:
+    from mvllm_graph import GRAPH_OPERATIONS
+
     compiler = compiler_of(subject)
     names = set(compiler.operations())
     assert names and names <= set(GRAPH_OPERATIONS), f"unknown operations: {sorted(names - set(GRAPH_OPERATIONS))}"
@@ -146,7 +163,10 @@ def test_a_compiler_names_operations_and_refuses_others(
 def test_parts_between_collectives_give_the_logits_of_the_whole(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, zoo: Zoo, family: str
 ) -> None:
-    whole = replace(model_of(subject, zoo, family), compiler=Interpreter())
+    from mvllm_conformance.graph_models import GraphModelUnderTest, step_of_ranks, trace_checkpoint
+    from mvllm_graph.testing import COLLECTIVES
+
+    whole = replace(model_of(subject, zoo, family), compiler=interpreter())
     compiler, dtype = compiler_of(subject), main_dtype(subject.capabilities)
     operations = [name for name in compiler.operations() if name not in COLLECTIVES]
     ranks = []
@@ -166,6 +186,9 @@ def test_parts_between_collectives_give_the_logits_of_the_whole(
 def test_tokens_take_rows_of_items_and_three_rotary_positions(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, zoo: Zoo
 ) -> None:
+    from mvllm_conformance.graph_models import GraphModelUnderTest, ItemUnderTest, trace_checkpoint
+    from mvllm_graph.testing import to_numpy
+
     compiler, dtype, folder = compiler_of(subject), main_dtype(subject.capabilities), zoo.checkpoint("llama")
     hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hidden, frequencies = hf["hidden_size"], hf["hidden_size"] // hf["num_attention_heads"] // 2
@@ -179,7 +202,7 @@ def test_tokens_take_rows_of_items_and_three_rotary_positions(
     token_ids = [[rng.randrange(2, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
     for padding in (0, 2):
         model = GraphModelUnderTest(traced, compiler, token_ids, item=item)
-        exact = replace(model, compiler=Interpreter())
+        exact = replace(model, compiler=interpreter())
         for lengths in STEPS:
             where = f"an item in a step of {lengths} tokens and {padding} of padding"
             assert_close(subject, model.step(lengths, padding=padding), exact.step(lengths), where)

@@ -14,8 +14,7 @@ import pytest
 
 from mvllm.extension_api import EngineDeadError, WorkerDiedError, WorkerStuckError
 from mvllm.extension_api.testing import LLM, CacheError, EngineSleepingError, load_attribute
-from mvllm.plugin_api import AttentionBackend, AttentionSpec
-from mvllm.plugin_api.graph import GraphProgram, StepSizes
+from mvllm.plugin_api import AttentionBackend, AttentionSpec, GraphProgram, StepSizes
 from mvllm_conformance.leftover_processes import ProcessSnapshot, process_snapshot, wait_until
 from mvllm_conformance.markers import clause, skip_not_claimed
 from mvllm_conformance.platform_under_test import PlatformUnderTest

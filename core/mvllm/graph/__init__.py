@@ -1,1 +1,0 @@
-"""Models as StepGraphs: tracing, the operations with their references, and the interpreter."""

@@ -1,0 +1,3 @@
+"""Engines on platforms with a graph compiler."""
+
+from tests.engine.conftest import stack as stack
