@@ -68,8 +68,9 @@ STAT_LOGGERS = PluginGroup("mvllm.stat_loggers", "stat logger")
 COMMANDS = PluginGroup("mvllm.cli", "command")
 SERVE = PluginGroup("mvllm.serve", "addition to `mvllm serve`")
 QUANTIZATION = PluginGroup("mvllm.quantization", "quantization method")
-TOOL_PARSERS = PluginGroup("mvllm.tool_parsers", "tool parser")
-REASONING_PARSERS = PluginGroup("mvllm.reasoning_parsers", "reasoning parser")
+TOOL_PARSERS = PluginGroup("mvllm.tool_parsers", "tool parser", part="parsers")
+REASONING_PARSERS = PluginGroup("mvllm.reasoning_parsers", "reasoning parser", part="parsers")
+PARSER_RULES = PluginGroup("mvllm.parser_rules", "set of parser rules", part="parsers")
 HTTP = PluginGroup("mvllm.http", "HTTP plugin")
 LOGITS_PROCESSORS = PluginGroup("mvllm.logits_processors", "logits processor")
 KV_CONNECTORS = PluginGroup("mvllm.kv_connectors", "KV connector", part="kv-transfer")
@@ -89,6 +90,7 @@ ALL = (
     SERVE,
     TOOL_PARSERS,
     REASONING_PARSERS,
+    PARSER_RULES,
     HTTP,
     ALIASES,
 )
@@ -203,13 +205,13 @@ def require(group: PluginGroup, name: str) -> PluginSource:
     if source is None:
         raise ConfigError(
             f"No installed package offers a {group.noun} {name!r} (entry points of {group.group}). "
-            f"There are: {', '.join(allowed_names(group)) or 'none'}.{_missing_part_of(group)}"
+            f"There are: {', '.join(allowed_names(group)) or 'none'}.{missing_part_of(group)}"
         )
     return source
 
 
-def _missing_part_of(group: PluginGroup) -> str:
-    """A sentence with the package of the group's part, if that is not installed."""
+def missing_part_of(group: PluginGroup) -> str:
+    """A space and a sentence with the package of the group's part; empty if that is installed, or there is none."""
     package = installable_parts().get(group.part or "")
     if package is None or package in {source.distribution for source in list_plugins(group)}:
         return ""
