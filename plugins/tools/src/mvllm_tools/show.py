@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.entrypoints.cli.argument_parser import add_positional_model
+from mvllm.extension_api.cli import EngineArgs, add_positional_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.entrypoints.openai_client import (
+from mvllm.extension_api import ConfigError, MvllmError, RequestError, SamplingParams
+from mvllm.extension_api.cli import EngineArgs
+from mvllm.extension_api.openai_client import (
     API_KEY_VARIABLE,
     DONE,
     authorization_headers,
@@ -28,11 +29,9 @@ from mvllm.entrypoints.openai_client import (
     first_model_id,
     join_url,
 )
-from mvllm.errors import ConfigError, MvllmError, RequestError
-from mvllm.messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from mvllm.entrypoints.cli.terminal import ThroughputCounter
+    from mvllm.extension_api.terminal import ThroughputCounter
 
 _SECONDS = 600.0
 

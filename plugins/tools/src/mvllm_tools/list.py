@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from mvllm.config.cached_models import list_cached_models
+from mvllm.extension_api.cli import list_cached_models
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

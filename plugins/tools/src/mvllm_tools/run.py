@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mvllm.entrypoints.cli import chat
+from mvllm_tools import chat
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform as host
@@ -18,8 +19,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mvllm.errors import MvllmError
-from mvllm.version import __version__
+from mvllm.extension_api import MvllmError
+from mvllm.extension_api.installation import (
+    ALLOW_LIST_VARIABLE,
+    CONTRACT,
+    __version__,
+    availability,
+    availability_reason,
+    describe_parts,
+    discover,
+    dotted,
+    executor_names,
+    find_sources,
+    installed_plugins,
+    is_allowed,
+)
 
 MASK = "********"
 _TORCH_TIMEOUT_SECONDS = 120
@@ -88,9 +102,8 @@ def collect(environ: Mapping[str, str] | None = None) -> Report:
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The relevant environment variables, secrets masked. Includes variables prefixed with an executor's name."""
-    from mvllm import plugin_groups
 
-    executors = tuple(f"{name.upper()}_" for name in plugin_groups.allowed_names(plugin_groups.EXECUTORS))
+    executors = tuple(f"{name.upper()}_" for name in executor_names())
     return {
         name: MASK if _SECRET.search(name) and value else _USER_IN_URL.sub(f"{MASK}@", value)
         for name, value in sorted(environ.items())
@@ -131,16 +144,18 @@ def _line(value: object, indent: int) -> str:
 
 
 def _mvllm() -> Report:
-    from mvllm.installable import describe_parts
-    from mvllm.platform.discovery import dotted
-    from mvllm.platform.spec import CONTRACT
 
     return {
         "version": __version__,
         "contract": dotted(CONTRACT),
         "parts": describe_parts(),
-        "location": str(Path(__file__).parents[2]),
+        "location": _folder_of_mvllm(),
     }
+
+
+def _folder_of_mvllm() -> str | None:
+    found = importlib.util.find_spec("mvllm")
+    return str(Path(found.origin).parent) if found is not None and found.origin is not None else None
 
 
 def _python() -> Report:
@@ -175,9 +190,6 @@ def _packages() -> dict[str, str | None]:
     """Installed versions of the packages that mvllm and its plugins require, extras included."""
     from packaging.requirements import Requirement
 
-    from mvllm.entrypoints.cli.platforms import installed_plugins
-    from mvllm.platform.discovery import find_sources
-
     names: set[str] = set()
     sources = [*find_sources(), *(source for _, source in installed_plugins())]
     for distribution in {"mvllm", *(source.distribution for source in sources)}:
@@ -198,8 +210,6 @@ def _version(distribution: str) -> str | None:
 
 
 def _platforms() -> Report:
-    from mvllm.entrypoints.cli.platforms import availability, availability_reason
-    from mvllm.platform.discovery import discover, dotted
 
     return {
         f"{candidate.name} ({candidate.source.distribution})": {
@@ -215,12 +225,10 @@ def _platforms() -> Report:
 
 def _plugins() -> dict[str, str]:
     """Installed plugins other than platforms, from their metadata; none is imported."""
-    from mvllm import plugin_groups
-    from mvllm.entrypoints.cli.platforms import installed_plugins
 
     return {
         f"{group.group}: {source.name}": f"{source.distribution} {source.version}"
-        + ("" if plugin_groups.is_allowed(source) else f" (not allowed by {plugin_groups.ENVIRONMENT_VARIABLE})")
+        + ("" if is_allowed(source) else f" (not allowed by {ALLOW_LIST_VARIABLE})")
         for group, source in installed_plugins()
     }
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from mvllm.config.cached_models import remove_cached_model
-from mvllm.entrypoints.cli.list import format_bytes
+from mvllm.extension_api.cli import remove_cached_model
+from mvllm_tools.list import format_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mvllm.config.hub import DEMO, find_model
+from mvllm.extension_api.cli import DEMO, find_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,15 +10,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mvllm.entrypoints.cli.arguments import add_engine_arguments, add_sampling_arguments, require_model
-from mvllm.entrypoints.cli.chat_arguments import add_chat_template_argument, load_chat_template
-from mvllm.entrypoints.cli.remote import RemoteModel, add_url_arguments
-from mvllm.errors import ConfigError, plain_reason
-from mvllm.messages.sampling_params import SamplingParams
+from mvllm.extension_api import ConfigError, SamplingParams
+from mvllm.extension_api.cli import (
+    add_chat_template_argument,
+    add_engine_arguments,
+    add_sampling_arguments,
+    load_chat_template,
+    plain_reason,
+    require_model,
+)
+from mvllm_tools.remote_model import RemoteModel, add_url_arguments
 
 if TYPE_CHECKING:
-    from mvllm.engine.llm_engine import LLMEngine
-    from mvllm.entrypoints.cli.terminal import ThroughputCounter
+    from mvllm.extension_api.engine import LLMEngine
+    from mvllm.extension_api.terminal import ThroughputCounter
 
 _HELP = (
     "/image FILE adds a picture to the next message, /reset forgets the conversation, /stats shows the speed, /bye "
@@ -63,7 +68,7 @@ def run(args: argparse.Namespace, message: str | None = None) -> int:
         session = ChatSession(remote.print_chat, system=args.system, images=images)
         return _run_conversation(session, remote.summary, message)
 
-    from mvllm.entrypoints.cli.terminal import open_llm
+    from mvllm.extension_api.terminal import open_llm
 
     require_model(args)
     template = load_chat_template(args.chat_template)
@@ -74,7 +79,8 @@ def run(args: argparse.Namespace, message: str | None = None) -> int:
 
 def _run_conversation(session: ChatSession, where: str, message: str | None) -> int:
     """Answers one message, or lines of input until the input or a command ends the conversation."""
-    from mvllm.entrypoints.cli.terminal import ThroughputCounter, print_error, read_lines, run_request
+    from mvllm.extension_api.terminal import ThroughputCounter, print_error
+    from mvllm_tools.input_lines import read_lines, run_request
 
     speed = ThroughputCounter()
     if message is not None:
@@ -109,8 +115,7 @@ def _message_printer(engine: LLMEngine, params: SamplingParams, template: str | 
     Args:
         template: A chat template in place of the tokenizer's; None for the tokenizer's.
     """
-    from mvllm.entrypoints.chat_prompt import chat_prompt
-    from mvllm.entrypoints.cli.terminal import print_stream
+    from mvllm.extension_api.terminal import chat_prompt, print_stream
 
     def print_message(messages: Messages, speed: ThroughputCounter) -> tuple[str, str | None]:
         prompt = chat_prompt(

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from mvllm.entrypoints.cli.arguments import add_engine_arguments, add_sampling_arguments, require_model
-from mvllm.entrypoints.cli.remote import RemoteModel, add_url_arguments
+from mvllm.extension_api.cli import add_engine_arguments, add_sampling_arguments, require_model
+from mvllm_tools.remote_model import RemoteModel, add_url_arguments
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Continues the prompt of the command line, or each line of input."""
-    from mvllm.entrypoints.cli.terminal import ThroughputCounter, open_llm, print_stream
+    from mvllm.extension_api.terminal import ThroughputCounter, open_llm, print_stream
 
     speed = ThroughputCounter()
     if args.url is not None:
@@ -42,7 +42,8 @@ def _complete_all(args: argparse.Namespace, complete: Callable[[str], str | None
         complete: Prints the continuation of a prompt; returns the error that ended it, or None.
         where: The model's place, for the greeting.
     """
-    from mvllm.entrypoints.cli.terminal import print_error, read_lines, run_request
+    from mvllm.extension_api.terminal import print_error
+    from mvllm_tools.input_lines import read_lines, run_request
 
     if args.prompt is not None:
         error = complete(args.prompt)
