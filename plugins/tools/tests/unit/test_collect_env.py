@@ -6,9 +6,9 @@ import json
 import sys
 
 import mvllm
-from mvllm.entrypoints.cli import collect_env
 from mvllm.entrypoints.cli.main import main
 from mvllm.installable import describe_parts
+from mvllm_tools import collect_env
 
 
 def test_the_report_has_software_plugins_and_machine(monkeypatch, capsys):
