@@ -54,11 +54,13 @@ class PluginGroup:
         group: The group of entry points.
         noun: Name of the kind in messages.
         part: The part of mvllm that brings plugins of this kind, for the error of one that no installed package has.
+        wanted: What needs the part, in that error; by default a plugin of this kind.
     """
 
     group: str
     noun: str
     part: str | None = None
+    wanted: str | None = None
 
 
 MODELS = PluginGroup("mvllm.models", "model")
@@ -74,6 +76,9 @@ PARSER_RULES = PluginGroup("mvllm.parser_rules", "set of parser rules", part="pa
 HTTP = PluginGroup("mvllm.http", "HTTP plugin")
 LOGITS_PROCESSORS = PluginGroup("mvllm.logits_processors", "logits processor")
 KV_CONNECTORS = PluginGroup("mvllm.kv_connectors", "KV connector", part="kv-transfer")
+FOREIGN_KEYWORDS = PluginGroup(
+    "mvllm.foreign_keywords", "set of keywords of other engines", part="compat", wanted="A keyword of another engine"
+)
 CHECKPOINT_FORMATS = PluginGroup("mvllm.checkpoint_formats", "checkpoint format")
 ALIASES = PluginGroup("mvllm.aliases", "module of mvllm")
 
@@ -92,6 +97,7 @@ ALL = (
     REASONING_PARSERS,
     PARSER_RULES,
     HTTP,
+    FOREIGN_KEYWORDS,
     ALIASES,
 )
 
@@ -215,7 +221,7 @@ def missing_part_of(group: PluginGroup) -> str:
     package = installable_parts().get(group.part or "")
     if package is None or package in {source.distribution for source in list_plugins(group)}:
         return ""
-    return f" {missing_part(group.part or '', f'A {group.noun} of mvllm itself')}"
+    return f" {missing_part(group.part or '', group.wanted or f'A {group.noun} of mvllm itself')}"
 
 
 def load_plugin_by_name(group: PluginGroup, name: str) -> tuple[PluginSource, Any]:

@@ -35,6 +35,7 @@ GROUPS = {
     "mvllm.tool_parsers": "acme",
     "mvllm.reasoning_parsers": "acme",
     "mvllm.parser_rules": "acme",
+    "mvllm.foreign_keywords": "acme",
     "mvllm.http": "acme",
     "mvllm.logits_processors": "acme",
     "mvllm.kv_connectors": "acme",

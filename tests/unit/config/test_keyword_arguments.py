@@ -1,4 +1,4 @@
-"""Keywords of other engines are accepted with their effect or one warning; misspellings get honest suggestions."""
+"""Keyword arguments of an engine: earlier names, keywords of packages, and honest suggestions for misspellings."""
 
 from __future__ import annotations
 
@@ -7,37 +7,14 @@ import logging
 
 import pytest
 
-from mvllm import EngineArgs
-from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
+from mvllm import EngineArgs, plugin_groups
+from mvllm.config.foreign_keywords import engine_keywords
 from mvllm.config.keyword_arguments import nearest_setting
 from mvllm.errors import ConfigError
 from mvllm.utils import FlexibleArgumentParser
+from tests.helpers.plugins import prepend, write_metadata
 
 NAMES = {name for option in EngineArgs.options() for name in (option.name, *option.aliases)}
-
-
-def test_the_table_has_no_setting_of_ours_and_says_what_happens() -> None:
-    assert not NAMES & FOREIGN_KEYWORDS.keys()
-    for name, keyword in FOREIGN_KEYWORDS.items():
-        assert (keyword.setting in NAMES) if keyword.setting else keyword.instead.endswith((".", "`.")), name
-
-
-def test_a_value_that_changes_nothing_is_silent_and_another_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "mvllm"):
-        EngineArgs(model="demo", runner="pooling", task=None, tokenizer_mode="auto", swap_space=0, enable_dbo=False)
-        assert caplog.messages == []
-        EngineArgs(model="demo", worker_cls="my.Worker")
-    assert caplog.messages == ["worker_cls='my.Worker' has no effect. The platform plugin provides the worker."]
-
-
-def test_a_keyword_with_an_equivalent_sets_it() -> None:
-    args = EngineArgs(
-        model="demo", rope_scaling={"rope_type": "linear"}, hf_overrides={"a": 1}, gpu_memory_utilization=0.5
-    )
-    assert args.hf_overrides == {"rope_scaling": {"rope_type": "linear"}, "a": 1}
-    assert args.memory_utilization == 0.5
-    with pytest.raises(ConfigError, match="override_pooler_config and pooler_config are the same setting"):
-        EngineArgs(model="demo", override_pooler_config={"a": 1}, pooler_config={"a": 2})
 
 
 def test_several_long_prompts_at_once_are_one_with_all_of_their_tokens(caplog: pytest.LogCaptureFixture) -> None:
@@ -88,21 +65,59 @@ def test_a_suggestion_has_the_same_meaning(word: str, nearest: str | None) -> No
     assert len(str(caught.value)) < 120
 
 
-def test_a_script_parses_engine_arguments_with_dashes_or_underscores_and_from_a_file(tmp_path) -> None:
-    file = tmp_path / "engine.yaml"
-    file.write_text("max-num-seqs: 8\nmax_model_len: 64\n")
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    parser.add_argument("--my_own", type=int)
-    parser.set_defaults(model="demo", runner="pooling")
-    args = parser.parse_args(
-        ["--my-own=3", "--max_model_len=128", "--config", str(file), "--enable-dbo", "--tokenizer-mode", "slow"]
+ACME = """
+from mvllm.extension_api.foreign_keywords import ForeignKeyword, ForeignKeywords
+
+KEYWORDS = ForeignKeywords(engine={
+    "acme_tokens": ForeignKeyword(setting="max_num_batched_tokens"),
+    "acme_mode": ForeignKeyword("There is one mode.", ("fast",)),
+    "acme_*_key": ForeignKeyword("There are no keys.", is_refused=True),
+})
+"""
+
+
+@pytest.fixture
+def acme(tmp_path, monkeypatch):
+    """Installs a package that knows keywords."""
+    points = "[mvllm.foreign_keywords]\nacme = acme_keywords:KEYWORDS\n"
+    (tmp_path / "acme_keywords.py").write_text(ACME, encoding="utf-8")
+    prepend(monkeypatch, [str(write_metadata(tmp_path, "acme-keywords", points))])
+    return tmp_path
+
+
+def test_keywords_of_a_package_have_their_effect_or_a_line_in_the_log(acme, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "mvllm"):
+        args = EngineArgs(model="demo", acme_tokens=64, acme_mode="fast")
+        assert args.max_num_batched_tokens == 64 and not caplog.messages
+        EngineArgs(model="demo", acme_mode="slow")
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        assert EngineArgs.from_cli_args(parser.parse_args(["--model", "demo", "--acme-tokens", "32"])) == EngineArgs(
+            model="demo", max_num_batched_tokens=32
+        )
+    assert caplog.messages == ["acme_mode='slow' has no effect. There is one mode."]
+    with pytest.raises(ConfigError, match=r"acme_own_key is not supported. There are no keys\."):
+        EngineArgs(model="demo", acme_own_key=1)
+
+
+def test_a_package_without_keywords_is_named(acme) -> None:
+    (acme / "acme_keywords.py").write_text("KEYWORDS = 5", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"acme-keywords 0\.1\.0 .* must name ForeignKeywords, found 5"):
+        engine_keywords()
+
+
+def test_an_unknown_keyword_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    list_plugins = plugin_groups.list_plugins
+    monkeypatch.setattr(
+        plugin_groups,
+        "list_plugins",
+        lambda group: [] if group is plugin_groups.FOREIGN_KEYWORDS else list_plugins(group),
     )
-    assert (args.my_own, args.max_model_len, args.max_num_seqs, args.runner) == (3, 128, 8, "pooling")
-    assert not hasattr(args, "config")
-    settings = EngineArgs.from_cli_args(args)
-    assert (settings.model, settings.max_model_len, settings.block_size) == ("demo", 128, None)
-    del args.my_own
-    assert EngineArgs.from_kwargs(**vars(args)) == settings
+    with pytest.raises(ConfigError) as caught:
+        EngineArgs(model="demo", swap_space=4)
+    assert str(caught.value) == (
+        "There is no engine setting 'swap_space'. `mvllm serve --help` lists the settings. A keyword of another engine "
+        'needs the package mvllm-compat, which is not installed: pip install "mvllm[compat]"'
+    )
 
 
 def test_engine_options_can_be_added_to_a_group() -> None:
