@@ -15,7 +15,7 @@ import pytest
 from tests.helpers import encoder_zoo
 
 SCRIPTS = Path(__file__).parent / "vllm_scripts"
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "coming-from-other-engines.md"
+PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "coming-from-other-engines.md"
 
 EXPECTED = {
     "basic": r"Prompt: 'Once upon a time', Generated text: '.+'",
