@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 
 import pytest
 
@@ -81,18 +82,19 @@ def acme(tmp_path, monkeypatch):
     """Installs a package that knows keywords."""
     points = "[mvllm.foreign_keywords]\nacme = acme_keywords:KEYWORDS\n"
     (tmp_path / "acme_keywords.py").write_text(ACME, encoding="utf-8")
+    monkeypatch.delitem(sys.modules, "acme_keywords", raising=False)
     prepend(monkeypatch, [str(write_metadata(tmp_path, "acme-keywords", points))])
     return tmp_path
 
 
 def test_keywords_of_a_package_have_their_effect_or_a_line_in_the_log(acme, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "mvllm"):
-        args = EngineArgs(model="demo", acme_tokens=64, acme_mode="fast")
-        assert args.max_num_batched_tokens == 64 and not caplog.messages
+        args = EngineArgs(model="demo", acme_tokens=512, acme_mode="fast")
+        assert args.max_num_batched_tokens == 512 and not caplog.messages
         EngineArgs(model="demo", acme_mode="slow")
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-        assert EngineArgs.from_cli_args(parser.parse_args(["--model", "demo", "--acme-tokens", "32"])) == EngineArgs(
-            model="demo", max_num_batched_tokens=32
+        assert EngineArgs.from_cli_args(parser.parse_args(["--model", "demo", "--acme-tokens", "640"])) == EngineArgs(
+            model="demo", max_num_batched_tokens=640
         )
     assert caplog.messages == ["acme_mode='slow' has no effect. There is one mode."]
     with pytest.raises(ConfigError, match=r"acme_own_key is not supported. There are no keys\."):

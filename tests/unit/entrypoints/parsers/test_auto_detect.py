@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 
 import pytest
 
@@ -78,6 +79,8 @@ def acme(tmp_path, monkeypatch):
     """Installs a package with rules of its own."""
     points = "[mvllm.parser_rules]\nacme = acme_parsers:RULES\n"
     (tmp_path / "acme_parsers.py").write_text(ACME, encoding="utf-8")
+    for module in ("acme_parsers", "acme_broken"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     prepend(monkeypatch, [str(write_metadata(tmp_path, "acme-parsers", points))])
     return tmp_path
 
