@@ -60,7 +60,18 @@ OPENVINO = ROOT / "platforms" / "openvino"
 RAY = ROOT / "plugins" / "ray-executor"
 PARTS = tuple(
     ROOT / "plugins" / name
-    for name in ("bench", "compat", "conformance", "gguf", "graph", "kv-transfer", "responses", "router")
+    for name in (
+        "bench",
+        "compat",
+        "conformance",
+        "gguf",
+        "graph",
+        "kv-transfer",
+        "parsers",
+        "responses",
+        "router",
+        "tools",
+    )
 )
 """Parts of mvllm that are distributions of their own."""
 PURE = (TRITON, TORCH_GPU, CUDA, ROCM, TPU, XPU, RAY)  # distributions without compiled code

@@ -54,11 +54,13 @@ class PluginGroup:
         group: The group of entry points.
         noun: Name of the kind in messages.
         part: The part of mvllm that brings plugins of this kind, for the error of one that no installed package has.
+        wanted: What needs the part, in that error; by default a plugin of this kind.
     """
 
     group: str
     noun: str
     part: str | None = None
+    wanted: str | None = None
 
 
 MODELS = PluginGroup("mvllm.models", "model")
@@ -68,11 +70,15 @@ STAT_LOGGERS = PluginGroup("mvllm.stat_loggers", "stat logger")
 COMMANDS = PluginGroup("mvllm.cli", "command")
 SERVE = PluginGroup("mvllm.serve", "addition to `mvllm serve`")
 QUANTIZATION = PluginGroup("mvllm.quantization", "quantization method")
-TOOL_PARSERS = PluginGroup("mvllm.tool_parsers", "tool parser")
-REASONING_PARSERS = PluginGroup("mvllm.reasoning_parsers", "reasoning parser")
+TOOL_PARSERS = PluginGroup("mvllm.tool_parsers", "tool parser", part="parsers")
+REASONING_PARSERS = PluginGroup("mvllm.reasoning_parsers", "reasoning parser", part="parsers")
+PARSER_RULES = PluginGroup("mvllm.parser_rules", "set of parser rules", part="parsers")
 HTTP = PluginGroup("mvllm.http", "HTTP plugin")
 LOGITS_PROCESSORS = PluginGroup("mvllm.logits_processors", "logits processor")
 KV_CONNECTORS = PluginGroup("mvllm.kv_connectors", "KV connector", part="kv-transfer")
+FOREIGN_KEYWORDS = PluginGroup(
+    "mvllm.foreign_keywords", "set of keywords of other engines", part="compat", wanted="A keyword of another engine"
+)
 CHECKPOINT_FORMATS = PluginGroup("mvllm.checkpoint_formats", "checkpoint format")
 WORKERS = PluginGroup("mvllm.workers", "worker", part="graph")
 ALIASES = PluginGroup("mvllm.aliases", "module of mvllm")
@@ -91,7 +97,9 @@ ALL = (
     SERVE,
     TOOL_PARSERS,
     REASONING_PARSERS,
+    PARSER_RULES,
     HTTP,
+    FOREIGN_KEYWORDS,
     ALIASES,
 )
 
@@ -205,17 +213,17 @@ def require(group: PluginGroup, name: str) -> PluginSource:
     if source is None:
         raise ConfigError(
             f"No installed package offers a {group.noun} {name!r} (entry points of {group.group}). "
-            f"There are: {', '.join(allowed_names(group)) or 'none'}.{_missing_part_of(group)}"
+            f"There are: {', '.join(allowed_names(group)) or 'none'}.{missing_part_of(group)}"
         )
     return source
 
 
-def _missing_part_of(group: PluginGroup) -> str:
-    """A sentence with the package of the group's part, if that is not installed."""
+def missing_part_of(group: PluginGroup) -> str:
+    """A space and a sentence with the package of the group's part; empty if that is installed, or there is none."""
     package = installable_parts().get(group.part or "")
     if package is None or package in {source.distribution for source in list_plugins(group)}:
         return ""
-    return f" {missing_part(group.part or '', f'A {group.noun} of mvllm itself')}"
+    return f" {missing_part(group.part or '', group.wanted or f'A {group.noun} of mvllm itself')}"
 
 
 def load_plugin_by_name(group: PluginGroup, name: str) -> tuple[PluginSource, Any]:

@@ -52,7 +52,7 @@ def test_several_ranks(settings: dict[str, int]) -> None:
 @pytest.mark.exhaustive
 def test_encoders_on_the_host_are_loaded_again_after_a_deep_sleep() -> None:
     expected = oracle("llava")
-    with engine(expected.folder, enable_sleep_mode=True) as llm:
+    with engine(expected.folder) as llm:
         for level in (1, 2):
             check(expected, generate(llm, expected.requests[:2], num_tokens=12))
             llm.sleep(level=level)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.engine_config_builder import build_engine_config
 from mvllm.config.engine_settings import EngineSettings
-from mvllm.config.foreign_keywords import find_foreign
+from mvllm.config.foreign_keywords import engine_keywords, find_foreign
 from mvllm.config.generation_config import find_generation_folder
 from mvllm.config.hub import find_model, find_tokenizer
 from mvllm.config.keyword_arguments import accepts_every_name, class_path
@@ -75,7 +75,7 @@ class EngineArgs(EngineSettings):
         """
         for setting in cls.options():
             add_option(parser, setting, None if setting.default is dataclasses.MISSING else setting.default)
-        add_foreign_options(parser)
+        add_foreign_options(parser, engine_keywords())
         return parser
 
     @classmethod
@@ -85,8 +85,8 @@ class EngineArgs(EngineSettings):
         Raises:
             ConfigError: A value is not permitted, or no model is given.
         """
-        names = {setting.name for setting in cls.options()}
-        given = {name: value for name, value in vars(args).items() if name in names or find_foreign(name)}
+        names, foreign = {setting.name for setting in cls.options()}, engine_keywords()
+        given = {name: value for name, value in vars(args).items() if name in names or find_foreign(name, foreign)}
         return cls.from_kwargs(**given)
 
     @classmethod

@@ -7,7 +7,8 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from mvllm.config.foreign_keywords import translate
+from mvllm import plugin_groups
+from mvllm.config.foreign_keywords import engine_keywords, translate
 from mvllm.config.option import Option, options_of
 from mvllm.errors import ConfigError
 
@@ -37,11 +38,12 @@ def settings_by_name(options: Iterable[Option], given: Mapping[str, Any]) -> dic
         return dict(given)
     names = dict.fromkeys(declared) | {alias: option.name for option in options for alias in option.aliases}
     found: dict[str, Any] = {}
-    for keyword, value in translate(given).items():
+    for keyword, value in translate(given, engine_keywords()).items():
         if keyword not in names:
             nearest = nearest_setting(keyword, names)
             hint = f"Did you mean {nearest!r}?" if nearest else "`mvllm serve --help` lists the settings."
-            raise ConfigError(f"There is no engine setting {keyword!r}. {hint}")
+            missing = plugin_groups.missing_part_of(plugin_groups.FOREIGN_KEYWORDS)
+            raise ConfigError(f"There is no engine setting {keyword!r}. {hint}{missing}")
         name = names[keyword] or keyword
         if name in found and found[name] != value:
             raise ConfigError(

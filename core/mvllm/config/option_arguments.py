@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS, ForeignKeyword, find_foreign
+from mvllm.config.foreign_keywords import ForeignKeyword, engine_keywords, find_foreign
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.config.option import Option
 from mvllm.errors import ConfigError
@@ -59,7 +59,7 @@ def add_option(group: Any, setting: Option, default: Any = argparse.SUPPRESS) ->
 
 def add_foreign_options(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup,
-    table: Mapping[str, ForeignKeyword] = FOREIGN_KEYWORDS,
+    table: Mapping[str, ForeignKeyword],
     *,
     except_for: Collection[str] = (),
 ) -> None:
@@ -75,7 +75,7 @@ def add_foreign_options(
 
 def add_named_option(parser: argparse.ArgumentParser, name: str) -> bool:
     """Adds the hidden option of a keyword that matches a pattern of the table; returns whether there is one."""
-    keyword = find_foreign(name)
+    keyword = find_foreign(name, engine_keywords())
     if keyword is None:
         return False
     _add_foreign_option(parser, name, keyword)

@@ -9,7 +9,7 @@ import msgspec
 
 from mvllm.config.model import ModelConfig
 from mvllm.entrypoints.chat_template import read_chat_template
-from mvllm.entrypoints.parsers.auto_detect import REASONING_RULES, detect_format
+from mvllm.entrypoints.parsers.parser_rules import find_reasoning_rule
 from mvllm.entrypoints.parsers.registry import reasoning_parser, reasoning_parser_names
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -19,7 +19,7 @@ def with_thinking_tags(params: SamplingParams, model: ModelConfig) -> SamplingPa
     if params.thinking_token_budget is None or params.thinking_tags or params.thinking_tokens or not model.tokenizer:
         return params
     template = read_chat_template(Path(model.tokenizer))
-    name = detect_format(template, REASONING_RULES) if template else None
-    if name is None or name not in reasoning_parser_names():
+    rule = find_reasoning_rule(template) if template else None
+    if rule is None or rule.parser not in reasoning_parser_names():
         return params
-    return msgspec.structs.replace(params, thinking_tags=reasoning_parser(name).budget_tags())
+    return msgspec.structs.replace(params, thinking_tags=reasoning_parser(rule.parser).budget_tags())

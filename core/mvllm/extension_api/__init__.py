@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         ToolStream,
     )
     from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
-    from mvllm.entrypoints.parsers.reasoning.tagged import TaggedReasoning
+    from mvllm.entrypoints.parsers.tagged_reasoning import TaggedReasoning
     from mvllm.entrypoints.root_plugins import api_formats
     from mvllm.errors import (
         ConfigError,
@@ -87,7 +87,7 @@ _NAMES = {
         "ToolStream"
     ),
     "mvllm.entrypoints.parsers.marked_calls": "MarkedCalls",
-    "mvllm.entrypoints.parsers.reasoning.tagged": "TaggedReasoning",
+    "mvllm.entrypoints.parsers.tagged_reasoning": "TaggedReasoning",
     "mvllm.entrypoints.root_plugins": "api_formats",
     "mvllm.errors": (
         "ConfigError EngineDeadError ModelError MvllmError PlatformError RequestError WorkerDiedError WorkerStuckError"

@@ -12,6 +12,7 @@ from mvllm.entrypoints.openai_client import event_data as event_data
 from mvllm.entrypoints.openai_client import first_model_id as first_model_id
 from mvllm.entrypoints.openai_client import join_url as join_url
 from mvllm.entrypoints.openai_client import shorten as shorten
+from mvllm.entrypoints.openai_client import split_lines as split_lines
 
 __all__ = [
     "API_KEY_VARIABLE",
@@ -22,6 +23,7 @@ __all__ = [
     "event_data",
     "first_model_id",
     "join_url",
-    "shorten",
     "run_in_event_loop",
+    "shorten",
+    "split_lines",
 ]

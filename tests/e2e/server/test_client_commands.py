@@ -1,33 +1,17 @@
-"""The commands that send requests to a server, with a real one; and a batch file, which gets the same responses."""
+"""A batch file gets the same responses as requests to a server."""
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
 
 import pytest
 
-from mvllm.entrypoints.cli.main import main
 from tests.helpers.server import SMALL
 
 PROMPTS = ("Once upon a time", "The capital of France is", "The old dog")
 QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
-
-
-def test_complete_and_chat_print_the_servers_output(server, client, capsys, monkeypatch):
-    body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
-    text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
-    arguments = ["--url", server.url, "--max-tokens", "12", "--temperature", "0"]
-    assert main(["complete", *arguments, "--prompt", PROMPTS[0]]) == 0
-    assert capsys.readouterr().out == text + "\n"
-
-    body = {"messages": QUESTION, "max_tokens": 12, "temperature": 0}
-    answer = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION[0]["content"] + "\n"))
-    assert main(["chat", *arguments]) == 0
-    assert capsys.readouterr().out == answer + "\n"
 
 
 def test_a_batch_file_has_the_responses_of_the_server(client, tmp_path):

@@ -1,14 +1,11 @@
-"""The demo vision model behind a server and on the command line, as users send it pictures."""
+"""The demo vision model behind a server, as users send it pictures."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
@@ -81,13 +78,3 @@ def test_two_pictures_in_one_message_and_a_stream(server: ServerProcess) -> None
 
 def test_text_without_a_picture(server: ServerProcess) -> None:
     assert "Paris" in ask(server, text_part("What is the capital of France?"))
-
-
-def test_the_command_line_says_what_is_in_a_picture(tmp_path: Path) -> None:
-    file = tmp_path / "circle.png"
-    file.write_bytes(png(CIRCLE))
-    command = [sys.executable, "-m", "mvllm.entrypoints.cli.main", "chat", "--model", "demo-vision"]
-    command += ["--image", str(file), "--temperature", "0", *SMALL]
-    ran = subprocess.run(command, input="What colour is the circle?\n", capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    assert "A red circle." in ran.stdout and "The circle is red." in ran.stdout

@@ -1,4 +1,4 @@
-"""`mvllm list`, `pull` and `rm` on a hub cache that a test has written."""
+"""The models of a hub cache that a test has written, and their removal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mvllm.config.cached_models import list_cached_models
-from mvllm.entrypoints.cli.list import format_age, format_bytes
-from mvllm.entrypoints.cli.main import main
+from mvllm.config.cached_models import list_cached_models, remove_cached_model
+from mvllm.errors import ConfigError, ModelError
 
 
 @pytest.fixture
@@ -42,9 +41,7 @@ def add_two_models(cache: Path) -> None:
     add_repository(cache, "org/files", {"a-Q4_K_M.gguf": b"y" * 100, "a-Q8_0.gguf": b"z" * 200})
 
 
-def test_models_of_the_cache_are_listed_by_the_names_that_commands_take(
-    cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_of_the_cache_are_listed_by_the_names_that_commands_take(cache: Path) -> None:
     add_two_models(cache)
     found = {model.name: (model.num_bytes, model.quantization) for model in list_cached_models()}
     assert found == {
@@ -52,22 +49,22 @@ def test_models_of_the_cache_are_listed_by_the_names_that_commands_take(
         "org/files:Q4_K_M": (100, "Q4_K_M"),
         "org/files:Q8_0": (200, "Q8_0"),
     }
-    assert main(["list"]) == 0
-    assert "org/weights       2.0 kB  gptq          just now" in capsys.readouterr().out
 
 
-def test_one_gguf_file_is_removed_and_the_other_stays(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_gguf_file_is_removed_and_the_other_stays(cache: Path) -> None:
     add_two_models(cache)
-    assert main(["rm", "org/files:Q8_0", "org/weights"]) == 0
+    for name in ("org/files:Q8_0", "org/weights"):
+        remove_cached_model(name)
     assert [model.name for model in list_cached_models()] == ["org/files:Q4_K_M"]
     assert len(list((cache / "models--org--files" / "blobs").iterdir())) == 1
-    assert main(["rm", "org/other"]) == 1
-    assert "'org/other' is not in the hub's cache" in capsys.readouterr().err
+    with pytest.raises((ConfigError, ModelError), match="'org/other' is not in the hub's cache"):
+        remove_cached_model("org/other")
 
 
-def test_a_path_is_not_removed(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rm", str(tmp_path)]) == 1
-    assert tmp_path.exists() and "Delete it yourself" in capsys.readouterr().err
+def test_a_path_is_not_removed(cache: Path, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, ModelError), match="Delete it yourself"):
+        remove_cached_model(str(tmp_path))
+    assert tmp_path.exists()
 
 
 def test_a_file_outside_of_the_cache_to_which_a_link_leads_stays(cache: Path, tmp_path: Path) -> None:
@@ -77,21 +74,5 @@ def test_a_file_outside_of_the_cache_to_which_a_link_leads_stays(cache: Path, tm
     link = cache / "models--org--files" / "snapshots" / "abc123" / "a-Q8_0.gguf"
     link.unlink()
     link.symlink_to(outside)
-    assert main(["rm", "org/files:Q8_0"]) == 0
+    remove_cached_model("org/files:Q8_0")
     assert outside.exists() and not link.is_symlink()
-
-
-def test_pull_without_a_network_says_why(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pull", "org/absent:Q4_K_M"]) == 1
-    assert "HF_HUB_OFFLINE=1 forbids asking the hub" in capsys.readouterr().err
-    assert main(["pull", "demo"]) == 0
-
-
-def test_show_prints_facts_about_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "demo"]) == 0
-    assert "architecture     LlamaForCausalLM\n" in capsys.readouterr().out
-
-
-def test_sizes_and_ages_have_units() -> None:
-    assert [format_bytes(n) for n in (999, 4_690_000, 4_690_000_000)] == ["999 B", "4.7 MB", "4.7 GB"]
-    assert format_age(0.0).endswith("days ago")

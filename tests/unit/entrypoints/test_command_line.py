@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from mvllm import SamplingParams
+from mvllm import SamplingParams, installable, plugin_groups
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.entrypoints.cli import arguments
-from mvllm.entrypoints.cli.main import COMMANDS, _make_parser, load_command, main
-from tests.unit.entrypoints.builders import ANSWER_TEXT, TOKENIZER, echo, save_model_folder, use_fake_engine
+from mvllm.entrypoints.cli.main import COMMANDS, TOOLS, _make_parser, installed_commands, load_command, main
+from tests.unit.entrypoints.builders import ANSWER_TEXT, echo, save_model_folder, use_fake_engine
 
 
 @pytest.fixture(scope="module")
@@ -39,28 +39,47 @@ def usage_error(argv, capsys):
     return capsys.readouterr().err
 
 
+def check_engine_options(command, capsys):
+    """The help of a command has all settings of the engine and of sampling."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    for setting in EngineArgs.options():
+        if setting.name != "skip_tokenizer_init":
+            assert f"--{setting.name.replace('_', '-')}" in text
+    for title in ("model:", "KV cache:", "scheduler:", "sampling:"):
+        assert title in text
+
+
+def check_positional_model(command):
+    """A command takes the model as its first argument, or by name."""
+    parser = _make_parser(command[0], load_command(command[0]), installed_commands())
+    for named in (["m"], ["--model", "m"], ["m", "--model", "m"], ["--model", "other", "--model", "m"]):
+        assert parser.parse_args([*command, *named]).model == "m"
+    assert not hasattr(parser.parse_args(command), "model")
+    with pytest.raises(SystemExit):
+        parser.parse_args([command[0], "--help"])
+
+
+def check_light_help(*commands):
+    """Help imports no torch."""
+    code = (
+        "import sys\nfrom mvllm.entrypoints.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'huggingface_hub'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    for argv in commands:
+        ran = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, (argv, ran.stderr)
+
+
 class TestHelp:
     def test_help_imports_no_torch(self):
-        code = (
-            "import sys\nfrom mvllm.entrypoints.cli.main import main\n"
-            "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
-            "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'huggingface_hub'} & set(sys.modules)\n"
-            "sys.exit(f'loaded {heavy}' if heavy else 0)"
-        )
-        for argv in (["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)):
-            ran = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False)
-            assert ran.returncode == 0, (argv, ran.stderr)
+        check_light_help(["--help"], ["--version"], *([command, "--help"] for command in COMMANDS))
 
-    @pytest.mark.parametrize("command", ["generate", "chat", "complete"])
-    def test_every_setting_of_the_engine_is_an_option(self, command, capsys):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        text = capsys.readouterr().out
-        for setting in EngineArgs.options():
-            if setting.name != "skip_tokenizer_init":
-                assert f"--{setting.name.replace('_', '-')}" in text
-        for title in ("model:", "KV cache:", "scheduler:", "sampling:"):
-            assert title in text
+    def test_every_setting_of_the_engine_is_an_option(self, capsys):
+        check_engine_options("generate", capsys)
 
     def test_help_with_a_word_shows_matching_options(self, capsys):
         with pytest.raises(SystemExit) as caught:
@@ -172,60 +191,11 @@ class TestUsage:
         assert "--temprature" in usage_error(["generate", "--model", folder, "--temprature", "1"], capsys)
 
 
-class TestRun:
-    def test_a_message_after_the_model_is_answered_and_input_is_not_read(self, folder, clients, capsys, monkeypatch):
-        monkeypatch.setattr(sys, "stdin", None)
-        assert main(["run", folder, "Why", "so?", "--max-tokens", "8"]) == 0
-        assert capsys.readouterr().out.strip() == ANSWER_TEXT.strip()
-
-
-class TestChat:
-    def test_earlier_messages_are_part_of_the_prompt(self, folder, clients, monkeypatch, capsys):
-        type_in(monkeypatch, "Hello\n\nAgain\n/exit\nNever\n")
-        assert main(["chat", "--model", folder, "--system", "Be brief."]) == 0
-        first, second = (r.prompt_token_ids for r in clients[0].requests)
-        assert capsys.readouterr().out.count(ANSWER_TEXT) == 2
-        text = TOKENIZER.decode(second, skip_special_tokens=False)
-        assert text.startswith(TOKENIZER.decode(first, skip_special_tokens=False))
-        assert "Be brief." in text
-        assert f"{ANSWER_TEXT}<|im_end|>\n<|im_start|>user\nAgain" in text
-
-    def test_reset_drops_earlier_messages(self, folder, clients, monkeypatch):
-        type_in(monkeypatch, "Hello\n/reset\nHello\n")
-        assert main(["chat", "--model", folder]) == 0
-        first, second = (r.prompt_token_ids for r in clients[0].requests)
-        assert first == second
-
-    def test_by_default_an_answer_may_fill_the_context(self, folder, clients, monkeypatch):
-        type_in(monkeypatch, "Hello\n")
-        main(["chat", "--model", folder])
-        (request,) = clients[0].requests
-        assert request.sampling_params.max_tokens == 256 - len(request.prompt_token_ids)
-
-    def test_a_conversation_that_has_grown_too_long_can_be_reset(self, folder, clients, monkeypatch, capsys):
-        type_in(monkeypatch, "Hello " * 300 + "\nHello\n")
-        assert main(["chat", "--model", folder]) == 0
-        captured = capsys.readouterr()
-        assert "max_model_len" in captured.err
-        assert ANSWER_TEXT in captured.out
-
-
-class TestComplete:
-    def test_one_prompt(self, folder, clients, capsys):
-        assert main(["complete", "--model", folder, "--prompt", "Hello"]) == 0
-        assert capsys.readouterr().out == ANSWER_TEXT + "\n"
-
-    def test_each_line_of_input(self, folder, clients, monkeypatch, capsys):
-        type_in(monkeypatch, "Hello\nWorld\n")
-        assert main(["complete", "--model", folder]) == 0
-        assert capsys.readouterr().out == f"{ANSWER_TEXT}\n" * 2
-
-
 class TestEnvironment:
     def test_a_misspelt_environment_variable_is_reported(self, folder, clients, monkeypatch, caplog):
         monkeypatch.setenv("MVLLM_PLATFROM", "x")
         with caplog.at_level("WARNING", logger="mvllm"):
-            main(["complete", "--model", folder, "--prompt", "Hello"])
+            main(["generate", "--model", folder, "--prompt", "Hello"])
         assert "MVLLM_PLATFROM" in caplog.text
         assert "Did you mean MVLLM_PLATFORM?" in caplog.text
 
@@ -236,17 +206,13 @@ def test_json_objects_are_read(folder, clients):
     assert clients[0].config.model.max_model_len == 128
 
 
-MODEL_COMMANDS = (*(["generate"], ["chat"], ["complete"], ["serve"], ["run-batch", "-i", "a", "-o", "b"], ["doctor"]),)
-
-
-@pytest.mark.parametrize("command", MODEL_COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    "command",
+    [["generate"], ["serve"], ["run-batch", "-i", "a", "-o", "b"], ["doctor"]],
+    ids=lambda command: command[0],
+)
 def test_every_command_accepts_the_model_as_positional_argument(command):
-    parser = _make_parser(command[0], load_command(command[0]))
-    for named in (["m"], ["--model", "m"], ["m", "--model", "m"], ["--model", "other", "--model", "m"]):
-        assert parser.parse_args([*command, *named]).model == "m"
-    assert not hasattr(parser.parse_args(command), "model")
-    with pytest.raises(SystemExit):
-        parser.parse_args([command[0], "--help"])
+    check_positional_model(command)
 
 
 @pytest.mark.parametrize(
@@ -290,13 +256,6 @@ def test_the_usage_is_one_line(words, capsys):
     assert required.get(" ".join(words), "") in first
 
 
-def test_bye_ends_a_conversation(folder, clients, monkeypatch, capsys):
-    for command in ("chat", "complete"):
-        type_in(monkeypatch, "Hello\n/bye\nNever\n")
-        assert main([command, folder]) == 0
-        assert capsys.readouterr().out.count(ANSWER_TEXT) == 1
-
-
 @pytest.mark.parametrize("what", ["file", "folder", "one of a folder"])
 def test_a_damaged_gguf_file_is_reported_in_a_sentence(what, tmp_path, capsys):
     (tmp_path / "model-Q4_K_M.gguf").touch()
@@ -320,16 +279,16 @@ def test_a_damaged_gguf_file_is_reported_in_a_sentence(what, tmp_path, capsys):
         ),
         (["fly"], "unknown command 'fly'."),
         (["genrate", "demo"], "unknown command 'genrate'. Did you mean generate?"),
-        (["chat", "demo", "--temprature=1"], "unrecognized arguments: --temprature=1. Did you mean --temperature?"),
-        (["chat", "demo", "--dtype", "flot16"], "choose from auto, float32"),
-        (["chat", "demo", "--dtype", "flot16"], "Did you mean float16?"),
-        (["chat", "demo", "--model", "other"], "two models are given, 'demo' and --model 'other'; give one"),
-        (["chat", "--model", "other", "demo"], "two models are given, 'demo' and --model 'other'; give one"),
+        (["generate", "demo", "--temprature=1"], "unrecognized arguments: --temprature=1. Did you mean --temperature?"),
+        (["generate", "demo", "--dtype", "flot16"], "choose from auto, float32"),
+        (["generate", "demo", "--dtype", "flot16"], "Did you mean float16?"),
+        (["generate", "demo", "--model", "other"], "two models are given, 'demo' and --model 'other'; give one"),
+        (["generate", "--model", "other", "demo"], "two models are given, 'demo' and --model 'other'; give one"),
         (
-            ["chat", "demo", "--max-model-len", "32q"],
+            ["generate", "demo", "--max-model-len", "32q"],
             "must be an integer or 'auto', found '32q'. 32k stands for 32,000",
         ),
-        (["chat", "demo", "--max-model-len", "1.5K"], "must be an integer or 'auto', found '1.5K'"),
+        (["generate", "demo", "--max-model-len", "1.5K"], "must be an integer or 'auto', found '1.5K'"),
     ],
 )
 def test_wrong_usage_prints_two_lines(argv, words, capsys):
@@ -341,3 +300,16 @@ def test_wrong_usage_prints_two_lines(argv, words, capsys):
 def test_the_package_is_a_program():
     done = subprocess.run([sys.executable, "-m", "mvllm", "--version"], capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("mvllm "), done.stderr
+
+
+@pytest.mark.parametrize("command", TOOLS)
+def test_a_command_of_a_missing_package_names_it(command, monkeypatch, capsys):
+    list_plugins = plugin_groups.list_plugins
+    monkeypatch.setattr(
+        plugin_groups, "list_plugins", lambda group: [] if group is plugin_groups.COMMANDS else list_plugins(group)
+    )
+    monkeypatch.setattr(installable, "_installed_version", lambda package: None)
+    assert main([command, "x"]) == 1
+    assert capsys.readouterr().err == (
+        f'error: `mvllm {command}` needs the package mvllm-tools, which is not installed: pip install "mvllm[tools]"\n'
+    )

@@ -71,18 +71,22 @@ def test_an_unknown_effort_is_rejected(folder: str) -> None:
     assert "minimal, low, medium" in error.json()["error"]["message"]
 
 
-def test_a_budget_ends_the_thoughts_of_the_parsers_format(folder: str) -> None:
-    end = [TOKENIZER.encode(text, add_special_tokens=False) for text in ("</think>", "[/THINK]")]
+def check_budget(folder: str, parser: str, end: str) -> None:
+    """A budget ends the thoughts by the format's tag."""
     for body, path in (
         (ASK, "/v1/chat/completions"),
         ({"prompt": "2 + 2?"}, COMPLETIONS),
     ):
-        for parser, tag in (("qwen3", end[0]), ("mistral", end[1])):
-            server = Server(folder, "x", reasoning_parser=parser)
-            assert server.post({**body, "thinking_token_budget": 5}, path).status_code == 200, (body, path)
-            params = server.core.requests[0].sampling_params
-            assert params.thinking_token_budget == 5 and params.thinking_tokens is not None
-            assert params.thinking_tokens.forced == tag and params.thinking_tokens.starts
+        server = Server(folder, "x", reasoning_parser=parser)
+        assert server.post({**body, "thinking_token_budget": 5}, path).status_code == 200, (body, path)
+        params = server.core.requests[0].sampling_params
+        assert params.thinking_token_budget == 5 and params.thinking_tokens is not None
+        assert params.thinking_tokens.forced == TOKENIZER.encode(end, add_special_tokens=False)
+        assert params.thinking_tokens.starts
+
+
+def test_a_budget_ends_the_thoughts_of_the_parsers_format(folder: str) -> None:
+    check_budget(folder, "qwen3", "</think>")
 
 
 def test_the_prompt_decides_whether_the_budget_counts_from_the_beginning_or_not_at_all(folder: str) -> None:
@@ -94,42 +98,43 @@ def test_the_prompt_decides_whether_the_budget_counts_from_the_beginning_or_not_
     assert closed.core.requests[0].sampling_params.thinking_token_budget is None
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", COMPLETIONS])
-def test_thoughts_that_no_tag_opens_have_a_budget_if_the_format_always_reasons(folder: str, path: str) -> None:
-    """Kimi K2 has both: its outputs begin within the thoughts, and a tool call ends them."""
+def check_budget_without_opening_tag(folder: str, path: str, parser: str, implicit_ends: list[str]) -> None:
+    """The budget of a format whose outputs begin within the thoughts."""
     bodies = {COMPLETIONS: {"prompt": "2 + 2?"}}
-    server = Server(folder, "x", reasoning_parser="kimi_k2")
+    server = Server(folder, "x", reasoning_parser=parser)
     assert server.post({**bodies.get(path, ASK), "thinking_token_budget": 5}, path).status_code == 200
     params = server.core.requests[0].sampling_params
-    call = TOKENIZER.encode("<|tool_calls_section_begin|>", add_special_tokens=False)
     assert params.thinking_token_budget == 5 and not params.thinking_tokens.starts
-    assert params.thinking_tokens.implicit_ends == [call]
+    ends = [TOKENIZER.encode(text, add_special_tokens=False) for text in implicit_ends]
+    assert params.thinking_tokens.implicit_ends == ends
     closed = {"prompt": "2 + 2?<think></think>"} if path == COMPLETIONS else {"chat_template_kwargs": {"closed": True}}
     body = {**bodies.get(path, ASK), "thinking_token_budget": 5, **closed}
     assert server.post(body, path).status_code == 200
     assert server.core.requests[1].sampling_params.thinking_token_budget is None
 
 
-def test_thoughts_that_stay_in_the_content_have_a_budget(folder: str) -> None:
-    server = Server(folder, "x", reasoning_parser="minimax_m2_append_think")
-    assert server.post({**ASK, "thinking_token_budget": 5}).status_code == 200
-    params = server.core.requests[0].sampling_params
-    assert params.thinking_token_budget == 5 and not params.thinking_tokens.starts
+@pytest.mark.parametrize("path", ["/v1/chat/completions", COMPLETIONS])
+def test_thoughts_that_no_tag_opens_have_a_budget_if_the_format_always_reasons(folder: str, path: str) -> None:
+    check_budget_without_opening_tag(folder, path, "deepseek_r1", [])
 
 
-@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1", "kimi_k2"])
-@pytest.mark.parametrize(
-    ("begun", "is_thought"),
-    [
-        ("<think>I add", True),
-        ("<think>\nI add two", True),
-        ("<think>I add.</think>Four", False),
-        ("Four", False),
-    ],
-)
+CONTINUED = [
+    ("<think>I add", True),
+    ("<think>\nI add two", True),
+    ("<think>I add.</think>Four", False),
+    ("Four", False),
+]
+
+
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(("begun", "is_thought"), CONTINUED)
 def test_a_continued_message_has_a_budget_if_it_ends_within_thoughts(
     folder: str, parser: str, begun: str, is_thought: bool
 ) -> None:
+    check_continued(folder, parser, begun, is_thought)
+
+
+def check_continued(folder: str, parser: str, begun: str, is_thought: bool) -> None:
     """No tag opens the thoughts in the output: the prefilled message has done so."""
     server = Server(folder, " and two.</think>It is four." if is_thought else " is the sum.", reasoning_parser=parser)
     messages = [*ASK["messages"], {"role": "assistant", "content": begun}]

@@ -34,6 +34,8 @@ GROUPS = {
     "mvllm.cli": "acme",
     "mvllm.tool_parsers": "acme",
     "mvllm.reasoning_parsers": "acme",
+    "mvllm.parser_rules": "acme",
+    "mvllm.foreign_keywords": "acme",
     "mvllm.http": "acme",
     "mvllm.logits_processors": "acme",
     "mvllm.kv_connectors": "acme",

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from mvllm import plugin_groups
 from mvllm.entrypoints.cli.help import subcommands
 
 
@@ -22,6 +23,8 @@ class CommandLineParser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments:"):
             parser = find_subcommand(self, self.arguments)[0]
             message += _suggest_options(parser, message.split()[2:])
+            if "--tensor-parallel-size" in parser._option_string_actions:  # a command with the engine's settings
+                message += plugin_groups.missing_part_of(plugin_groups.FOREIGN_KEYWORDS)
         self.exit(2, f"{parser.prog}: error: {message}\n`{parser.prog} --help` lists the options.\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

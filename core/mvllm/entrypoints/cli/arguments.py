@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from mvllm.config.engine_args import EngineArgs
-from mvllm.config.foreign_keywords import find_foreign
+from mvllm.config.foreign_keywords import engine_keywords, find_foreign
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.config.option import Option
 from mvllm.config.option_arguments import add_foreign_options, add_option, option_flags, option_help
@@ -71,7 +71,7 @@ def add_engine_arguments(
         if setting.group not in groups:
             groups[setting.group] = parser.add_argument_group(_GROUP_TITLES.get(setting.group, setting.group))
         _add_setting(groups[setting.group], setting)
-    add_foreign_options(parser, except_for=_OPTIONS_OF_COMMANDS)
+    add_foreign_options(parser, engine_keywords(), except_for=_OPTIONS_OF_COMMANDS)
 
 
 def engine_args(args: argparse.Namespace) -> EngineArgs:
@@ -80,11 +80,11 @@ def engine_args(args: argparse.Namespace) -> EngineArgs:
     Raises:
         ConfigError: A value is invalid.
     """
-    names = {setting.name for setting in EngineArgs.options()}
+    names, foreign = {setting.name for setting in EngineArgs.options()}, engine_keywords()
     given = {
         name: value
         for name, value in vars(args).items()
-        if name in names or (name not in _OPTIONS_OF_COMMANDS and find_foreign(name))
+        if name in names or (name not in _OPTIONS_OF_COMMANDS and find_foreign(name, foreign))
     }
     if args.own_seed and given.get("seed", 0) < 0:  # valid for requests, invalid for the engine
         del given["seed"]

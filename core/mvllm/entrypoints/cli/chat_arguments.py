@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from mvllm import plugin_groups
 from mvllm.entrypoints.parsers.auto_detect import AUTO, NONE
 from mvllm.entrypoints.parsers.registry import (
     canonical_reasoning_parser,
@@ -24,6 +25,7 @@ def add_parser_arguments(group: argparse._ArgumentGroup) -> None:
     """Adds `--tool-call-parser` and `--reasoning-parser` to an argument group."""
     group.add_argument(
         "--tool-call-parser",
+        type=_tool_parser,
         choices=(AUTO, NONE, *tool_parser_names()),
         default=AUTO,
         help="Format of the model's tool calls; with none, requests with tools are rejected. Default: auto, detected "
@@ -31,11 +33,32 @@ def add_parser_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--reasoning-parser",
-        type=canonical_reasoning_parser,
+        type=_reasoning_parser,
         choices=(AUTO, NONE, *reasoning_parser_names()),
         default=AUTO,
         help="Format of the model's reasoning. Default: auto, detected from the chat template if it is unambiguous.",
     )
+
+
+def _tool_parser(name: str) -> str:
+    return _check_installed(name, tool_parser_names(), plugin_groups.TOOL_PARSERS)
+
+
+def _reasoning_parser(name: str) -> str:
+    if name in (AUTO, NONE):
+        return name
+    try:
+        name = canonical_reasoning_parser(name)
+    except ConfigError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
+    return _check_installed(name, reasoning_parser_names(), plugin_groups.REASONING_PARSERS)
+
+
+def _check_installed(name: str, known: tuple[str, ...], group: plugin_groups.PluginGroup) -> str:
+    """The name. An unknown one is left to the argument's `choices`, unless a package could have it."""
+    if name not in (AUTO, NONE, *known) and (missing := plugin_groups.missing_part_of(group)):
+        raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(known)}).{missing}")
+    return name
 
 
 def load_chat_template(given: str | None) -> str | None:

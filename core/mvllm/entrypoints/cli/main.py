@@ -28,17 +28,9 @@ logger = get_logger(__name__)
 COMMANDS = {
     "generate": "generate text from prompts given on the command line",
     "serve": "answer requests over HTTP, in the OpenAI API",
-    "chat": "talk with a model in the terminal",
-    "run": "talk with a model, or answer one message: `mvllm run MODEL [PROMPT]`",
-    "complete": "continue text, prompt by prompt",
     "run-batch": "answer a file of requests in the format of OpenAI batches",
-    "list": "list the models in the local caches",
-    "pull": "fetch a model from the hub into its cache",
-    "rm": "remove models from the hub's cache",
-    "show": "print facts about a model",
     "platforms": "list the installed platform plugins, and why each is available or not",
     "doctor": "check this installation and this machine",
-    "collect-env": "print facts about this machine for a bug report",
     "ops": "list the operations and their providers on a platform",
     "plugin": "create a platform plugin from a template: `mvllm plugin new NAME`",
     "contract": "print the platform contract, or its changes",
@@ -46,6 +38,18 @@ COMMANDS = {
 }
 """Core's commands and their summaries. Each is a module of this package (`_` for `-`) with `add_arguments(parser)` and
 `run(args) -> exit status`."""
+
+TOOLS = {
+    "chat": "talk with a model in the terminal",
+    "run": "talk with a model, or answer one message: `mvllm run MODEL [PROMPT]`",
+    "complete": "continue text, prompt by prompt",
+    "list": "list the models in the local caches",
+    "pull": "fetch a model from the hub into its cache",
+    "rm": "remove models from the hub's cache",
+    "show": "print facts about a model",
+    "collect-env": "print facts about this machine for a bug report",
+}
+"""Commands of the part `tools`, and their summaries. A package's own summary says too little of several commands."""
 
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130
@@ -130,7 +134,11 @@ def installed_commands() -> dict[str, PluginSource]:
 
 
 def command_summary(source: PluginSource) -> str:
-    """The summary of a command of another package: that of the package, from its metadata."""
+    """The summary of a command of another package: that of the package, from its metadata, if it is not of TOOLS."""
+    from mvllm.installable import installable_parts
+
+    if source.name in TOOLS and source.distribution == installable_parts().get("tools"):
+        return TOOLS[source.name]
     summary = (importlib.metadata.metadata(source.distribution)["Summary"] or "").strip().removesuffix(".")
     if not summary:
         return f"a command of {source.distribution}"
@@ -160,7 +168,8 @@ def _require_part(name: str) -> None:
     """
     from mvllm.installable import missing_part, part_versions
 
-    if part_versions().get(name) is None and (message := missing_part(name, f"`mvllm {name}`")):
+    part = "tools" if name in TOOLS else name
+    if part_versions().get(part) is None and (message := missing_part(part, f"`mvllm {name}`")):
         raise ConfigError(message)
 
 

@@ -1,4 +1,4 @@
-"""Shared parts of the commands that generate text in a terminal: engine start, streamed output, input loop, speed."""
+"""Shared parts of the commands that generate text in a terminal: engine start, streamed output, speed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.entrypoints.cli.arguments import engine_args, sampling_params
 from mvllm.entrypoints.llm import LLM
 from mvllm.entrypoints.step_loop import stream_request
 from mvllm.entrypoints.thinking_defaults import with_thinking_tags
-from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.sampling_params import SamplingParams
-
-EXIT_WORDS = ("/bye", "/exit", "/quit")
 
 
 @contextlib.contextmanager
@@ -73,40 +70,3 @@ def print_stream(
 def print_error(error: str) -> None:
     """Prints an error of a request on stderr."""
     print(f"error: {error}", file=sys.stderr)
-
-
-def run_request(request: Callable[[], str | None]) -> None:
-    """Runs one request of an interactive command and prints its error, so that the next line of input can follow.
-
-    Args:
-        request: Returns the error that ended it, or None. On a terminal, Ctrl-C ends this request alone.
-    """
-    try:
-        error = request()
-    except RequestError as e:
-        error = str(e)
-    except KeyboardInterrupt:
-        if not sys.stdin.isatty():
-            raise
-        print(" [stopped]")
-        return
-    if error:
-        print_error(error)
-
-
-def read_lines(prompt: str) -> Iterator[str]:
-    """Lines from the terminal or a pipe until the end of input or a line of EXIT_WORDS. Ctrl-C raises."""
-    interactive = sys.stdin.isatty()
-    if interactive:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (input() edits lines and keeps a history once it is imported)
-    while True:
-        try:
-            line = input(prompt if interactive else "")
-        except EOFError:
-            if interactive:
-                print()
-            return
-        if line.strip() in EXIT_WORDS:
-            return
-        yield line

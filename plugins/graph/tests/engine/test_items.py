@@ -98,7 +98,7 @@ def test_steps_and_rows_are_padded(name: str, is_static: bool, monkeypatch: pyte
 @pytest.mark.exhaustive
 def test_encoders_are_loaded_again_after_a_deep_sleep() -> None:
     expected = oracle("llava")
-    with engine(expected.folder, enable_sleep_mode=True) as llm:
+    with engine(expected.folder) as llm:
         check(expected, generate(llm, expected.requests[:2]))
         llm.sleep(level=2)
         llm.wake_up()

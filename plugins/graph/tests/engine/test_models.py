@@ -171,7 +171,7 @@ def test_a_program_gets_each_weight_once_and_its_caches_are_freed(
 
     monkeypatch.setattr(InterpretedProgram, "set_weight", note)
     monkeypatch.setattr(InterpretedProgram, "finish_weights", note_program)
-    llm = start(stack, expected.folder, enable_sleep_mode=True)
+    llm = start(stack, expected.folder)
     assert len(given) == len(set(given)) > 10
 
     def host_bytes(model: Any) -> int:

@@ -14,8 +14,9 @@ from mvllm.entrypoints.parsers.interface import ContentDelta, ParsedOutput, Reas
 from mvllm.entrypoints.parsers.output_parser import OutputParser
 from mvllm.entrypoints.parsers.registry import reasoning_parser, tool_parser
 
-TOOLS = ("hermes", "llama3_json", "mistral")
+TOOLS = ("hermes",)
 REASONING = ("deepseek_r1", "qwen3")
+"""Core's own parsers."""
 
 MARKERS = (
     "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>",
@@ -53,6 +54,40 @@ def streamed(parser, pieces: Sequence[str], prompt: str | None = None) -> Parsed
 
 def without_ids(parsed: ParsedOutput) -> tuple[Any, ...]:
     return parsed.content, [(call.name, call.arguments) for call in parsed.tool_calls], parsed.reasoning
+
+
+def assert_split_is_irrelevant(parser, text: str, at: Sequence[int], prompt: str | None) -> None:
+    whole = without_ids(parser.parse(text, prompt))
+    assert without_ids(streamed(parser, cut(text, at), prompt)) == whole
+    deltas = stream_deltas(parser, list(text), prompt)
+    assert without_ids(merge_deltas(deltas)) == whole
+    # The content is a subsequence of the text: nothing is emitted twice or retracted.
+    i = 0
+    for delta in deltas:
+        if isinstance(delta, ContentDelta | ReasoningDelta):
+            for c in delta.text:
+                i = text.index(c, i) + 1
+
+
+def assert_text_without_calls_is_content(parser, text: str) -> None:
+    parsed = parser.parse(text)
+    if not parsed.tool_calls:
+        content, all_text = without_tags(parser, parsed.content), without_tags(parser, text)
+        assert all_text.startswith(content)  # a call at the end may be cut off
+        assert content == all_text or any(marker in text for marker in parser.markers)
+    safe = "".join(c for c in text if c not in '{}"')
+    parsed = parser.parse(safe)
+    assert not parsed.tool_calls
+    if not any(marker in safe for marker in parser.markers):
+        assert parsed.content == safe
+
+
+def assert_time_is_linear(parser, unit: str, open_call: str) -> None:
+    """Parses long texts of repetitions of `unit`. A quadratic step would take minutes to hours."""
+    long = unit * (120_000 // len(unit))
+    for text in (long, open_call + long):
+        assert without_ids(streamed(parser, text[:10_000])) == without_ids(parser.parse(text[:10_000]))
+        parser.parse(text)
 
 
 def without_tags(parser, text: str) -> str:
@@ -116,3 +151,4 @@ messy_text = st.lists(st.sampled_from(_fragments) | st.text(max_size=5), max_siz
 """Pieces for random texts: complete and broken markers and JSON."""
 
 cuts = st.lists(st.integers(0, 400), max_size=12)
+prompts = st.sampled_from([None, "assistant\n", "assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n"])

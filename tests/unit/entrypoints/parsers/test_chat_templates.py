@@ -149,6 +149,33 @@ def conversation(*answers, **more):
     return [question, {"role": "assistant", "content": None, "tool_calls": calls, **more}, *results]
 
 
+def check_rendered_calls(parser, template, end):
+    """The parser reads calls that the template renders."""
+    call = ("abcdefgh1", "get_weather", ARGUMENTS)
+    before = render(template, conversation()[:1])
+    prompt = render(template, conversation(call), add_generation_prompt=False)
+    turn = prompt.removeprefix(before.removesuffix("\n")).split(end)[0]
+    content, [(name, arguments)], _ = without_ids(parser.parse(turn.split("assistant")[-1]))
+    assert (content, name, json.loads(arguments)) == ("", "get_weather", json.loads(ARGUMENTS))
+    assert "result of get_weather" in prompt
+
+
+def check_parsed_calls(parser, template, text):
+    """The template accepts calls that the parser finds in `text`, also if the model's arguments are not JSON."""
+    for value in ("1", "oops"):
+        [call] = parser.parse(text % value).tool_calls
+        message = {"role": "assistant", "content": None, "tool_calls": [call.as_json()]}
+        result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
+        prompt = render(template, [{"role": "user", "content": "Hi"}, message, result])
+        assert (value in prompt) == (value == "1") and "7" in prompt
+
+
+def test_the_parser_and_the_template_of_one_family_agree():
+    parser = make_parser("hermes")
+    check_rendered_calls(parser, *FAMILIES["hermes"])
+    check_parsed_calls(parser, QWEN, '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>')
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 class TestEveryFamily:
     def test_the_prompt_contains_the_tools(self, family):
@@ -160,31 +187,6 @@ class TestEveryFamily:
         for tools in (None, []):
             prompt = render(FAMILIES[family][0], [{"role": "user", "content": "Hi"}], tools=tools)
             assert "TOOLS" not in prompt.upper()
-
-    def test_the_parser_reads_calls_that_the_template_renders(self, family):
-        template, end = FAMILIES[family]
-        call_id = make_parser("mistral").parse("[TOOL_CALLS]f[ARGS]{}").tool_calls[0].id
-        call = (call_id, "get_weather", ARGUMENTS)
-        before = render(template, conversation()[:1])
-        prompt = render(template, conversation(call), add_generation_prompt=False)
-        turn = prompt.removeprefix(before.removesuffix("\n")).split(end)[0]
-        content, [(name, arguments)], _ = without_ids(make_parser(family).parse(turn.split("assistant")[-1]))
-        assert (content, name, json.loads(arguments)) == ("", "get_weather", json.loads(ARGUMENTS))
-        assert "result of get_weather" in prompt
-
-    def test_the_template_accepts_parsed_calls(self, family):
-        """Also if the model's arguments are not JSON."""
-        text = {
-            "hermes": '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>',
-            "llama3_json": '{"name": "f", "parameters": {"a": %s}}',
-            "mistral": '[TOOL_CALLS]f[ARGS]{"a": %s}',
-        }[family]
-        for value in ("1", "oops"):
-            [call] = make_parser(family).parse(text % value).tool_calls
-            message = {"role": "assistant", "content": None, "tool_calls": [call.as_json()]}
-            result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
-            prompt = render(FAMILIES[family][0], [{"role": "user", "content": "Hi"}, message, result])
-            assert (value in prompt) == (value == "1") and "7" in prompt
 
     def test_an_answer_without_calls_may_say_so(self, family):
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes", "tool_calls": None}]

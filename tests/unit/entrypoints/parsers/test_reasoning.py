@@ -132,7 +132,7 @@ def test_without_parsers_all_is_content():
 @pytest.mark.parametrize(
     ("tools", "reasoning", "special", "needed"),
     [
-        ("mistral", None, {"[TOOL_CALLS]", "</s>"}, True),
+        ("hermes", None, {"<tool_call>", "</s>"}, True),
         ("hermes", "qwen3", {"<|im_end|>"}, False),
         ("hermes", "qwen3", {"<|im_end|>", "<think>"}, True),
         (None, None, {"<think>"}, False),

@@ -78,7 +78,7 @@ def test_cores_parser_takes_precedence_with_a_warning(tmp_path, monkeypatch, cap
 def test_reading_text_loads_no_web_framework_and_no_torch():
     program = (
         "import sys\nfrom mvllm.entrypoints.parsers.registry import tool_parser\n"
-        "tool_parser('mistral')().parse('[TOOL_CALLS]f[ARGS]{}')\n"
+        "tool_parser('hermes')().parse('<tool_call>{}')\n"
         "sys.exit(str({'torch', 'pydantic', 'fastapi', 'transformers'} & set(sys.modules) or ''))"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)

@@ -1,0 +1,1 @@
+"""Tool-call and reasoning parsers of model families for mvllm."""
