@@ -150,7 +150,7 @@ class RemoteModel:
         """
         import httpx2
 
-        from mvllm.http_client import open_client
+        from mvllm.extension_api.http_client import open_client
 
         url = join_url(self._url, path)
         try:
