@@ -87,7 +87,8 @@ async def _fetch(
                 async with client.stream("GET", url) as response:
                     target = _redirect_of(response, url)
                     if target is None:
-                        return b"".join([part async for part in response.aiter_raw()])
+                        assert isinstance(response.stream, httpx2.AsyncByteStream)
+                        return b"".join([part async for part in response.stream])  # as it was sent
                 url = target
     except RequestError:
         raise
