@@ -124,8 +124,8 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def test_a_thinking_budget_has_the_tags_that_the_template_shows(clients, tmp_path):
-    """The outputs of Kimi K2 begin within the thoughts, without a tag."""
-    template = "{# <|im_middle|> <think> </think> #}{% for m in messages %}{{ m.content }}{% endfor %}"
+    """The outputs of DeepSeek-R1 begin within the thoughts, without a tag."""
+    template = "{# <｜Assistant｜><think> </think> #}{% for m in messages %}{{ m.content }}{% endfor %}"
     folder = save_model_folder(tmp_path, template)
     with LLM(folder) as llm:
         limited = SamplingParams(max_tokens=None, thinking_token_budget=5)

@@ -113,7 +113,7 @@ def test_an_option_of_another_engine_names_the_missing_package(
         main(["generate", "demo", "--swap-space", "4"])
     first, second = capsys.readouterr().err.splitlines()
     assert first.endswith(
-        "unrecognized arguments: --swap-space 4 A keyword of another engine needs the package mvllm-compat, which is "
+        "unrecognized arguments: --swap-space 4. A keyword of another engine needs the package mvllm-compat, which is "
         'not installed: pip install "mvllm[compat]"'
     )
     assert "--help" in second

@@ -87,14 +87,15 @@ def arguments_of_the_call(server: Server) -> list[str]:
             *("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"', {}),
             marks=pytest.mark.exhaustive,
         ),
-        ("glm45", "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value>", {}),
-        pytest.param(*("gemma4", '<|tool_call>call:weather{city:<|"|>Paris<|"|>', {}), marks=pytest.mark.exhaustive),
-        ("pythonic", '[weather(city="Paris", re=r"\\d", one=(0x1F, .5,)', {"re": "\\d", "one": [31, 0.5]}),
     ],
 )
 def test_the_arguments_of_a_call_without_an_end_are_json_unless_it_was_cut_off(
     folder: str, parser: str, text: str, arguments: dict[str, Any]
 ) -> None:
+    check_call_without_end(folder, parser, text, arguments)
+
+
+def check_call_without_end(folder: str, parser: str, text: str, arguments: dict[str, Any]) -> None:
     """As in other servers, a client sees from invalid JSON and the finish reason that arguments are incomplete."""
     found = arguments_of_the_call(Server(folder, text, tool_parser=parser))
     assert len(found) == 2 and all(json.loads(one) == {"city": "Paris", **arguments} for one in found)

@@ -24,7 +24,8 @@ class CommandLineParser(argparse.ArgumentParser):
             parser = find_subcommand(self, self.arguments)[0]
             message += _suggest_options(parser, message.split()[2:])
             if "--tensor-parallel-size" in parser._option_string_actions:  # a command with the engine's settings
-                message += plugin_groups.missing_part_of(plugin_groups.FOREIGN_KEYWORDS)
+                missing = plugin_groups.missing_part_of(plugin_groups.FOREIGN_KEYWORDS)
+                message += f".{missing}" if missing and not message.endswith("?") else missing
         self.exit(2, f"{parser.prog}: error: {message}\n`{parser.prog} --help` lists the options.\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -57,7 +57,8 @@ def _reasoning_parser(name: str) -> str:
 def _check_installed(name: str, known: tuple[str, ...], group: plugin_groups.PluginGroup) -> str:
     """The name. An unknown one is left to the argument's `choices`, unless a package could have it."""
     if name not in (AUTO, NONE, *known) and (missing := plugin_groups.missing_part_of(group)):
-        raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(known)}).{missing}")
+        choices = ", ".join((AUTO, NONE, *known))
+        raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {choices}).{missing}")
     return name
 
 
