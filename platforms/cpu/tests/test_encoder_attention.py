@@ -115,7 +115,7 @@ def test_a_sequence_has_the_same_bits_among_others_with_batch_invariance(threads
             assert torch.equal(alone, whole[mine])
 
 
-def test_plans_are_kept_by_layout_and_settings():
+def test_steps_are_kept_by_layout_and_settings():
     """Layers with the same sequences share one; others of the same call do not."""
     op = EncoderAttention(kernels.load().library)
     for dtype, lens, scale in (("float32", (9, 40), 0.5), ("float32", (9, 40), 0.1), ("bfloat16", (9, 40), 0.5)) * 2:
@@ -123,10 +123,10 @@ def test_plans_are_kept_by_layout_and_settings():
         arguments[4] = scale
         found = op.encoder_attention(*arguments)
         torch.testing.assert_close(found.double(), exact(arguments), atol=TOLERANCE[dtype], rtol=0)
-    assert len(op._plans) == 3
+    assert len(op._steps) == 3
     for length in range(1, 20):
         op.encoder_attention(*make_arguments("float32", (length,), (2, 2), 64))
-    assert len(op._plans) == LAYOUTS
+    assert len(op._steps) == LAYOUTS
 
 
 def test_tokens_of_no_sequence_get_zeros():
