@@ -59,7 +59,17 @@ MLX = ROOT / "platforms" / "mlx"
 OPENVINO = ROOT / "platforms" / "openvino"
 RAY = ROOT / "plugins" / "ray-executor"
 PARTS = tuple(
-    ROOT / "plugins" / name for name in ("bench", "compat", "conformance", "gguf", "kv-transfer", "responses", "router")
+    ROOT / "plugins" / name
+    for name in (
+        "bench",
+        "compat",
+        "conformance",
+        "gguf",
+        "image-generation",
+        "kv-transfer",
+        "responses",
+        "router",
+    )
 )
 """Parts of mvllm that are distributions of their own."""
 PURE = (TRITON, TORCH_GPU, CUDA, ROCM, TPU, XPU, RAY)  # distributions without compiled code

@@ -62,6 +62,7 @@ class PluginGroup:
 
 
 MODELS = PluginGroup("mvllm.models", "model")
+MODEL_FAMILIES = PluginGroup("mvllm.model_families", "model family")
 EXECUTORS = PluginGroup("mvllm.executors", "executor")
 OP_PROVIDERS = PluginGroup("mvllm.op_providers", "set of op providers")
 STAT_LOGGERS = PluginGroup("mvllm.stat_loggers", "stat logger")
@@ -75,9 +76,11 @@ LOGITS_PROCESSORS = PluginGroup("mvllm.logits_processors", "logits processor")
 KV_CONNECTORS = PluginGroup("mvllm.kv_connectors", "KV connector", part="kv-transfer")
 CHECKPOINT_FORMATS = PluginGroup("mvllm.checkpoint_formats", "checkpoint format")
 ALIASES = PluginGroup("mvllm.aliases", "module of mvllm")
+ENGINE_METHODS = PluginGroup("mvllm.engine_methods", "method of LLM and AsyncLLM")
 
 ALL = (
     MODELS,
+    MODEL_FAMILIES,
     CHECKPOINT_FORMATS,
     QUANTIZATION,
     EXECUTORS,
@@ -91,6 +94,7 @@ ALL = (
     REASONING_PARSERS,
     HTTP,
     ALIASES,
+    ENGINE_METHODS,
 )
 
 

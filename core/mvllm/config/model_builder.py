@@ -21,9 +21,9 @@ from mvllm.config.generation_config import (
     sampling_defaults,
 )
 from mvllm.config.hf_config import HFConfig
-from mvllm.config.image_families import SPACES, shorten_vocabulary_map, text_defaults
 from mvllm.config.key_aliases import with_read_names
 from mvllm.config.model import ModelConfig
+from mvllm.config.model_families import ModelFamily, find_family
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.config.multimodal_families import multimodal_model
@@ -93,8 +93,6 @@ _ARCHITECTURE_OF_TYPE = {
     "falcon_h1": "FalconH1ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
-    "emu3": "Emu3ForConditionalGeneration",
-    "janus": "JanusForConditionalGeneration",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
@@ -136,7 +134,7 @@ _ABSENT_SLIDING_WINDOW = {
 
 # Families with full attention even if the config has the key `sliding_window`.
 _NEVER_SLIDING = (
-    *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon", "emu3_text_model"),
+    *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon"),
     *("bamba", "granitemoe", "granitemoeshared", "granitemoehybrid", "falcon_h1", "nemotron_h"),
     *("deepseek_v2", "deepseek_v3", "mistral4", "seed_oss", "ernie4_5", "hunyuan_v1_dense"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid"),
@@ -207,10 +205,13 @@ def build_model_config(
         ModelError: A file or key is missing, invalid, or contradicts another.
         ConfigError: A setting exceeds the model's limits.
     """
-    hf_config = load_hf_config(folder, hf_overrides)
+    hf_config, family = _read_config(folder, hf_overrides)
     architecture = architecture_of(hf_config)
     composite = None
-    if takes_items_through_transformers(architecture, model_impl, _ARCHITECTURE_OF_TYPE.values()):
+    takes_text_only = family is not None and family.text_only and model_impl != "transformers"
+    if not takes_text_only and takes_items_through_transformers(
+        architecture, model_impl, _ARCHITECTURE_OF_TYPE.values()
+    ):
         composite = read_composite_config(HFConfig.load(folder, hf_overrides))
         if composite is not None:
             hf_config = load_hf_config(folder, hf_overrides, composite.text_values)
@@ -231,6 +232,7 @@ def build_model_config(
     language = "" if model_impl == "transformers" else by_type
     if multimodal is None and architecture in _TEXT_MODELS and language:
         architecture = language
+    read_spaces = family.token_spaces if family is not None and architecture == family.architecture else None
     kind = ModelKind.of(architecture, hf_config, folder)
     is_auto = max_model_len == "auto"
     requested = None if max_model_len == "auto" else max_model_len
@@ -268,7 +270,7 @@ def build_model_config(
         pooler_config=check_pooler_config(pooler_config or {}),
         multimodal=multimodal,
         language_architecture="" if multimodal is None else language,
-        token_spaces=token_spaces_of(hf_config, shape.vocab_size, own_generation, SPACES.get(architecture)),
+        token_spaces=token_spaces_of(hf_config, shape.vocab_size, own_generation, read_spaces),
     )
 
 
@@ -285,20 +287,30 @@ def load_hf_config(
     Raises:
         ModelError: The file is missing or invalid.
     """
+    return _read_config(folder, overrides, absent)[0]
+
+
+def _read_config(
+    folder: Path, overrides: Mapping[str, Any] | None = None, absent: Mapping[str, Any] | None = None
+) -> tuple[HFConfig, ModelFamily | None]:
+    """As `load_hf_config`, and the family of another package that the config is of."""
     outer = with_inner_config(HFConfig.load(folder))
     text = outer.get("text_config", {})
     if not isinstance(text, dict):
         raise ModelError(f"{outer.source}: 'text_config' should be a JSON object, found {text!r}.")
     flat = outer.as_dict()
     flat.pop("text_config", None)
-    shorten_vocabulary_map(flat, outer.source)
+    family = find_family(outer.get("model_type"))
+    if family is not None and family.simplify is not None:
+        family.simplify(flat, outer.source)
     # The outer config is that of the whole checkpoint, with its head.
     of_text = {**(absent or {}), **text_part_values(outer, text)}
     inner = {key: value for key, value in of_text.items() if key not in _OUTER_KEYS or key not in outer}
     if is_tied_by_text(outer, text):
         inner["tie_word_embeddings"] = True
-    values = {**flat, **text_defaults(outer, text), **inner, **(overrides or {})}
-    return HFConfig(with_read_names(values), outer.source)
+    defaults = family.text_defaults(outer, text) if family is not None and family.text_defaults is not None else {}
+    values = {**flat, **defaults, **inner, **(overrides or {})}
+    return HFConfig(with_read_names(values), outer.source), family
 
 
 def architecture_of(hf_config: HFConfig) -> str:
@@ -318,6 +330,8 @@ def architecture_of(hf_config: HFConfig) -> str:
     model_type = hf_config.get("model_type")
     if isinstance(model_type, str) and model_type in _ARCHITECTURE_OF_TYPE:
         return _ARCHITECTURE_OF_TYPE[model_type]
+    if (family := find_family(model_type)) is not None:
+        return family.architecture
     raise ModelError(
         f"{hf_config.source} has no key 'architectures', and its 'model_type' ({model_type!r}) is none of "
         f"{', '.join(_ARCHITECTURE_OF_TYPE)}. Add 'architectures', for instance ['LlamaForCausalLM']."

@@ -19,8 +19,6 @@ from mvllm.logging import get_logger
 logger = get_logger(__name__)
 
 TEXT_ONLY = (
-    "Emu3ForConditionalGeneration",
-    "JanusForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",

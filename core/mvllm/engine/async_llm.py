@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.async_adapters import AsyncAdapters
-from mvllm.engine.async_images import AsyncImages
 from mvllm.engine.async_items import AsyncItems, prepare_items
 from mvllm.engine.async_rollouts import AsyncRollouts
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
@@ -43,7 +42,7 @@ from mvllm.engine.process.async_core_client import AsyncEngineCoreClient, make_a
 from mvllm.engine.run_to_end import run_to_end
 from mvllm.errors import EngineDeadError, EngineSleepingError
 from mvllm.logging import get_logger
-from mvllm.messages.commands import CheckHealth, CheckSleep, ResetPrefixCache, Sleep, WakeUp
+from mvllm.messages.commands import CallModel, CheckHealth, CheckSleep, ResetPrefixCache, Sleep, WakeUp
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
@@ -65,7 +64,7 @@ def _adapters(engine: AsyncLLM) -> AsyncAdapters:
     return engine.adapters
 
 
-class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
+class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncItems):
     """An engine for use in an event loop. The engine core runs in its own process.
 
     The constructor loads the model; call it in any thread, with or without a running loop. All methods must then be
@@ -609,6 +608,11 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages, AsyncItems):
             self._fatal_error = error
             logger.error("The engine has died: %s", str(error).partition("\n")[0])
         self._fail_requests(error)
+
+    async def call_model(self, method: str, args: Sequence[Any] = ()) -> Any:
+        """Calls one of the methods that the model's class offers, see `LLMEngine.call_model`."""
+        self._require_alive()
+        return await self._client.call(CallModel(method, list(args)))
 
     async def _run_in_thread(self, work: Callable[[], _T], num_chars: int = 0) -> _T:
         def work_unless_closed() -> _T:

@@ -18,14 +18,12 @@ from mvllm.entrypoints.openai.common.api_format import api_format
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.completions.serving import CompletionHandler
-from mvllm.entrypoints.openai.images.serving import ImageGenerationHandler
 from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingHandler, PoolingHandler
 from mvllm.entrypoints.openai.pooling.serving_score import ClassificationHandler, RerankHandler, ScoreHandler
 from mvllm.entrypoints.openai.protocol import (
     ClassificationRequest,
     CompletionRequest,
     EmbeddingRequest,
-    ImageGenerationRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
@@ -39,7 +37,6 @@ from mvllm.version import __version__
 
 _GENERATION: tuple[tuple[str, Any, Any, str], ...] = (
     ("/v1/completions", CompletionRequest, CompletionHandler, "Continue prompts."),
-    ("/v1/images/generations", ImageGenerationRequest, ImageGenerationHandler, "Generate images of a prompt."),
 )
 _POOLING: tuple[tuple[str, Any, Any, str], ...] = (
     ("/v1/embeddings", EmbeddingRequest, EmbeddingHandler, "Embeddings of texts."),

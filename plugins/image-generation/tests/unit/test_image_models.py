@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
 import tempfile
@@ -12,20 +13,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mvllm.config.image_families import shorten_vocabulary_map
 from mvllm.config.model_builder import load_hf_config, transformer_shape
 from mvllm.config.token_spaces import TokenSpace
 from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.checkpoint_support import check_architecture
-from mvllm.models.pixel_decoder import pixel_statistics
+from mvllm_image_generation.formats import shorten_vocabulary_map
+from mvllm_image_generation.models.pixel_decoder import pixel_statistics
 from tests.helpers.host_sync import ForbidSynchronizingOps
-from tests.helpers.image_zoo import EMU3_FIRST_CODE, NUM_CODES, load_emu3, load_janus, make_emu3, make_janus
 from tests.helpers.model_zoo import VOCAB_SIZE
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
 from tests.helpers.thread_ranks import fake_group, run_ranks
 from tests.unit.models.test_parity import TOLERANCE, draw_tokens
+
+zoo = importlib.import_module("plugins.image-generation.tests.image_zoo")
+EMU3_FIRST_CODE = zoo.EMU3_FIRST_CODE
+NUM_CODES = zoo.NUM_CODES
+load_emu3 = zoo.load_emu3
+load_janus = zoo.load_janus
+make_emu3 = zoo.make_emu3
+make_janus = zoo.make_janus
+
 
 GRID = 6
 

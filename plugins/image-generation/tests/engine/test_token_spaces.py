@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,15 @@ import pytest
 import torch
 
 from mvllm import LLM, RequestError, SamplingParams
-from tests.helpers.image_zoo import BEGIN_OF_IMAGE_ID, NUM_CODES, load_janus, make_janus
 from tests.helpers.model_zoo import BOS_TOKEN_ID, VOCAB_SIZE
 from tests.helpers.parity import LOGPROB_TOLERANCE, engine
+
+zoo = importlib.import_module("plugins.image-generation.tests.image_zoo")
+BEGIN_OF_IMAGE_ID = zoo.BEGIN_OF_IMAGE_ID
+NUM_CODES = zoo.NUM_CODES
+load_janus = zoo.load_janus
+make_janus = zoo.make_janus
+
 
 NUM_IMAGE_TOKENS = 16
 SCALE = 5.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib
 import io
 import json
 import shutil
@@ -34,20 +35,21 @@ from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.errors import ConfigError
-from tests.helpers.image_zoo import (
-    BEGIN_OF_IMAGE_ID,
-    EMU3_FIRST_CODE,
-    EMU3_SCALE,
-    EMU3_TOKENS,
-    NUM_CODES,
-    load_emu3,
-    load_janus,
-    make_emu3,
-    make_janus,
-)
 from tests.helpers.model_zoo import VOCAB_SIZE
 from tests.helpers.parity import LOGPROB_TOLERANCE
 from tests.helpers.thread_executor import ThreadExecutor
+
+zoo = importlib.import_module("plugins.image-generation.tests.image_zoo")
+BEGIN_OF_IMAGE_ID = zoo.BEGIN_OF_IMAGE_ID
+EMU3_FIRST_CODE = zoo.EMU3_FIRST_CODE
+EMU3_SCALE = zoo.EMU3_SCALE
+EMU3_TOKENS = zoo.EMU3_TOKENS
+NUM_CODES = zoo.NUM_CODES
+load_emu3 = zoo.load_emu3
+load_janus = zoo.load_janus
+make_emu3 = zoo.make_emu3
+make_janus = zoo.make_janus
+
 
 GRID = 6
 PROMPTS = ("a dog in the rain", "the quick brown fox", "to be", "a tiny sea, and the weather over the sea")

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mvllm.engine.frontend import image_requests
-from mvllm.engine.frontend.image_requests import ImageRequests
 from mvllm.errors import RequestError
-from mvllm.messages.image_params import ImageParams
+from mvllm_image_generation import requests as image_requests
+from mvllm_image_generation.image_params import ImageParams
+from mvllm_image_generation.requests import ImageRequests
 from tests.unit.engine.builders import make_config
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mvllm.engine.frontend.outputs import RequestMetrics
-from mvllm.errors import ConfigError
+from mvllm.extension_api import ConfigError
+from mvllm.extension_api.engine import RequestMetrics
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -7,16 +7,12 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 
-from mvllm.engine.frontend.image_outputs import GeneratedImage, encode_png, require_pillow
-from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.common.json_response import encode_json
-from mvllm.entrypoints.openai.common.serving_base import RequestHandler
-from mvllm.entrypoints.openai.common.serving_context import ServingContext
-from mvllm.entrypoints.openai.protocol import ImageGenerationRequest
-from mvllm.errors import ConfigError, RequestError
-from mvllm.messages.image_params import ImageParams
-from mvllm.messages.inputs import PromptType
-from mvllm.messages.sampling_params import SamplingParams
+from mvllm.extension_api import APIError, ConfigError, RequestError, SamplingParams
+from mvllm.extension_api.http import PromptType, RequestHandler, ServingContext, encode_json
+from mvllm_image_generation.engine_methods import AsyncImages, image_requests
+from mvllm_image_generation.image_params import ImageParams
+from mvllm_image_generation.outputs import GeneratedImage, encode_png, require_pillow
+from mvllm_image_generation.protocol import ImageGenerationRequest
 
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
 
@@ -31,7 +27,7 @@ class ImageGenerationHandler(RequestHandler):
     def __init__(self, context: ServingContext, model: str, request: ImageGenerationRequest) -> None:
         super().__init__(context, model, "img-", request.priority)
         self._request = request
-        self._images = self._engine.image_requests
+        self._images = image_requests(self._engine)
         _check_formats(request)
         self._params = _image_params(request)
         with _size_errors():
@@ -71,7 +67,7 @@ class ImageGenerationHandler(RequestHandler):
                 code="aborted",
                 retry_after=1,
             )
-        await self._engine.set_pixels(found.images)
+        await AsyncImages(self._engine).set_pixels(found.images)
         num_prompt, num_generated = len(found.prompt_token_ids), sum(len(image.token_ids) for image in found.images)
         rows, columns = self._images.grid(self._params)
         scale = self._images.format.scale

@@ -14,10 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mvllm.config.hf_config import read_json_object
-from mvllm.errors import ModelError
-from mvllm.layers.context import BuildContext
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.extension_api import BuildContext, ModelError, WeightTarget
+from mvllm.extension_api.model_families import read_json_object
 
 NUM_GROUPS = 32
 NORM_EPS = 1e-6

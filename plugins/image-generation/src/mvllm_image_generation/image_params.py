@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from mvllm.messages.field_checks import Check, boolean, integer, reject
-from mvllm.messages.sampling_params import FIELD_CHECKS
+from mvllm.extension_api.parameters import FIELD_CHECKS, Check, boolean, integer, reject
 
 MAX_SIDE = 1 << 14
 """Pixels of the longest side of an image."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "docs" / "examples" / "t2i_r1"
+FOLDER = Path(__file__).parents[4] / "docs" / "examples" / "t2i_r1"
 
 
 @pytest.fixture(scope="module")

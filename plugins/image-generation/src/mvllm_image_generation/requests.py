@@ -12,19 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from mvllm.config.image_families import IMAGE, ImageFormat, image_format, image_space
-from mvllm.config.model import ModelConfig
-from mvllm.engine.frontend.image_outputs import GeneratedImage, ImageRequestOutput
-from mvllm.engine.frontend.length_advice import longer_sequences
-from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
-from mvllm.engine.frontend.parallel_sampling import child_seed
-from mvllm.engine.tokenizer.content_parts import expects_content_parts, with_content_parts
-from mvllm.engine.tokenizer.tokenizer import Tokenizer
-from mvllm.errors import RequestError
-from mvllm.messages.field_checks import describe_value
-from mvllm.messages.image_params import ImageParams
-from mvllm.messages.inputs import PromptType, TokensPrompt
-from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
+from mvllm.extension_api import ModelConfig, RequestError, RequestOutput
+from mvllm.extension_api.engine import (
+    CompletionOutput,
+    PromptType,
+    RequestOutputKind,
+    SamplingParams,
+    Tokenizer,
+    TokensPrompt,
+    child_seed,
+    longer_sequences,
+    render_user_message,
+)
+from mvllm.extension_api.parameters import describe_value
+from mvllm_image_generation.formats import IMAGE, ImageFormat, image_format, image_space
+from mvllm_image_generation.image_params import ImageParams
+from mvllm_image_generation.outputs import GeneratedImage, ImageRequestOutput
 
 IMAGES_AT_ONCE = 16
 """Images that are decoded by one call of the worker, between two steps."""
@@ -244,20 +247,8 @@ class ImageRequests:
 
     def _render(self, text: str) -> str:
         assert self._tokenizer is not None and self.format.chat_prompt is not None
-        renderer = self._tokenizer.template_renderer
-        template = getattr(renderer, "chat_template", None)
-        if template is None:
-            return self.format.chat_prompt.format(text)
-        message = {"role": "user", "content": text}
-        try:
-            found = renderer.get_chat_template(None, None)
-            if expects_content_parts(str(found)):
-                message = with_content_parts(message)
-            return str(
-                renderer.apply_chat_template([message], chat_template=None, add_generation_prompt=True, tokenize=False)
-            )
-        except Exception as e:
-            raise RequestError(f"The chat template failed: {type(e).__name__}: {e}", parameter="prompt") from e
+        found = render_user_message(self._tokenizer, text)
+        return self.format.chat_prompt.format(text) if found is None else found
 
 
 def decode_batches(images: Iterable[GeneratedImage]) -> list[list[GeneratedImage]]:
@@ -274,7 +265,7 @@ def decode_batches(images: Iterable[GeneratedImage]) -> list[list[GeneratedImage
 
 
 def encode_codes(images: Sequence[GeneratedImage]) -> tuple[bytes, int, int]:
-    """The arguments of `decode_images` for images of one size."""
+    """The arguments of the model's `decode_images` for images of one size."""
     codes = np.array([image.codes for image in images], dtype="<i4")
     return codes.tobytes(), images[0].rows, images[0].columns
 

@@ -12,18 +12,21 @@ import re
 import torch
 from torch import nn
 
-from mvllm.config.hf_config import HFConfig
-from mvllm.config.image_families import image_space
-from mvllm.config.model import ModelConfig
-from mvllm.config.token_spaces import TokenSpace
-from mvllm.layers.activation import activation
-from mvllm.layers.context import BuildContext
-from mvllm.layers.embedding import Embedding
-from mvllm.layers.linear import ColumnParallelLinear, ReplicatedLinear
-from mvllm.logging import get_logger
-from mvllm.models.janus_vq import JanusPixelDecoder
-from mvllm.models.llama import LlamaForCausalLM
-from mvllm.models.pixel_decoder import pixel_statistics
+from mvllm.extension_api import (
+    BuildContext,
+    ColumnParallelLinear,
+    Embedding,
+    HFConfig,
+    ModelConfig,
+    ReplicatedLinear,
+    get_logger,
+)
+from mvllm.extension_api.model_families import TokenSpace
+from mvllm.extension_api.models import LlamaForCausalLM, activation
+from mvllm_image_generation.formats import image_space
+from mvllm_image_generation.models.image_decoding import DecodesImages
+from mvllm_image_generation.models.janus_vq import JanusPixelDecoder
+from mvllm_image_generation.models.pixel_decoder import pixel_statistics
 
 logger = get_logger(__name__)
 
@@ -31,7 +34,7 @@ _UNDERSTANDING = re.compile(r"model\.(vision_model|aligner|vqmodel\.encoder|vqmo
 """Tensors that only inputs of pixels need."""
 
 
-class JanusForConditionalGeneration(LlamaForCausalLM):
+class JanusForConditionalGeneration(DecodesImages, LlamaForCausalLM):
     """`JanusForConditionalGeneration` of Hugging Face checkpoints: text, and codes of images.
 
     Images as input are not supported: the vision tower is not loaded.

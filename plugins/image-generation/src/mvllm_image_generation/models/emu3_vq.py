@@ -13,10 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mvllm.config.hf_config import HFConfig
-from mvllm.config.image_families import EMU3_MULTIPLIERS, channel_multipliers
-from mvllm.layers.context import BuildContext
-from mvllm.models.pixel_decoder import NORM_EPS, NUM_GROUPS, PixelDecoder, ResnetBlock, Upsample, attend
+from mvllm.extension_api import BuildContext, HFConfig
+from mvllm_image_generation.formats import EMU3_MULTIPLIERS, channel_multipliers
+from mvllm_image_generation.models.pixel_decoder import (
+    NORM_EPS,
+    NUM_GROUPS,
+    PixelDecoder,
+    ResnetBlock,
+    Upsample,
+    attend,
+)
 
 _BATCH_NORM_EPS = 1e-5
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 
-from mvllm.config.hf_config import HFConfig
-from mvllm.config.model import ModelConfig
-from mvllm.layers.context import BuildContext
-from mvllm.logging import get_logger
-from mvllm.models.emu3_vq import Emu3PixelDecoder
-from mvllm.models.llama import LlamaForCausalLM
-from mvllm.models.pixel_decoder import pixel_statistics
+from mvllm.extension_api import BuildContext, HFConfig, ModelConfig, get_logger
+from mvllm.extension_api.models import LlamaForCausalLM
+from mvllm_image_generation.models.emu3_vq import Emu3PixelDecoder
+from mvllm_image_generation.models.image_decoding import DecodesImages
+from mvllm_image_generation.models.pixel_decoder import pixel_statistics
 
 logger = get_logger(__name__)
 
@@ -26,7 +24,7 @@ _RENAMED = (
 """Prefixes of checkpoints and of this class; the later ones are those of transformers before 4.52."""
 
 
-class Emu3ForConditionalGeneration(LlamaForCausalLM):
+class Emu3ForConditionalGeneration(DecodesImages, LlamaForCausalLM):
     """`Emu3ForConditionalGeneration` of Hugging Face checkpoints: text, and codes of images.
 
     Images as input are not supported: the encoder of pixels is not loaded.

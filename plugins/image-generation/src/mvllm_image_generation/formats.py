@@ -9,14 +9,10 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mvllm.config.hf_config import HFConfig
-from mvllm.config.token_spaces import ReadSpaces, TokenSpace
-from mvllm.errors import ModelError
-
-if TYPE_CHECKING:
-    from mvllm.config.model import ModelConfig
+from mvllm.extension_api import HFConfig, ModelConfig, ModelError
+from mvllm.extension_api.model_families import ModelFamily, TokenSpace
 
 IMAGE = "image"
 """Name of the token space of these families."""
@@ -75,22 +71,16 @@ _EMU3 = {
 }
 _EMU3_ROPE_THETA = 1e6
 
-TEXT_DEFAULTS: dict[str, dict[str, Any]] = {"janus": _LLAMA, "emu3": _EMU3}
-"""Defaults of `text_config`, by the `model_type` of the whole config."""
+
+def janus_text_defaults(outer: HFConfig, text: dict[str, Any]) -> dict[str, Any]:
+    """Values that `text_config` leaves out."""
+    return _LLAMA
 
 
-def text_defaults(outer: HFConfig, text: dict[str, Any]) -> dict[str, Any]:
-    """Values that `text_config` leaves out.
-
-    Args:
-        outer: The whole config.
-        text: Its `text_config`.
-    """
-    model_type = outer.get("model_type")
-    defaults = dict(TEXT_DEFAULTS.get(model_type, {}) if isinstance(model_type, str) else {})
-    if model_type == "emu3" and not {"rope_parameters", "rope_theta"} & text.keys():
-        defaults["rope_theta"] = _EMU3_ROPE_THETA
-    return defaults
+def emu3_text_defaults(outer: HFConfig, text: dict[str, Any]) -> dict[str, Any]:
+    """Values that `text_config` leaves out."""
+    has_rope = {"rope_parameters", "rope_theta"} & text.keys()
+    return _EMU3 if has_rope else {**_EMU3, "rope_theta": _EMU3_ROPE_THETA}
 
 
 def janus_spaces(hf_config: HFConfig, vocab_size: int, generation: HFConfig) -> dict[str, TokenSpace]:
@@ -201,7 +191,7 @@ def shorten_vocabulary_map(config: dict[str, Any], source: str) -> None:
         ModelError: The ids of the codes are not contiguous.
     """
     vocabulary = config.get("vocabulary_map")
-    if config.get("model_type") != "emu3" or not isinstance(vocabulary, dict):
+    if not isinstance(vocabulary, dict):
         return
     codes = {int(match[1]): ids for name, ids in vocabulary.items() if (match := _VISUAL_TOKEN.fullmatch(name))}
     first = codes.get(0)
@@ -266,14 +256,22 @@ def _token_id(config: HFConfig, key: str, vocab_size: int) -> int | None:
     return value
 
 
-SPACES: dict[str, ReadSpaces] = {
-    "Emu3ForConditionalGeneration": emu3_spaces,
-    "JanusForConditionalGeneration": janus_spaces,
-}
-"""Readers of the token spaces, by architecture."""
-
 FORMATS: dict[str, Callable[[ModelConfig], ImageFormat]] = {
     "Emu3ForConditionalGeneration": emu3_format,
     "JanusForConditionalGeneration": janus_format,
 }
 """Readers of the formats of images, by architecture."""
+
+JANUS = ModelFamily(
+    "JanusForConditionalGeneration",
+    text_defaults=janus_text_defaults,
+    token_spaces=janus_spaces,
+    text_only=True,
+)
+EMU3 = ModelFamily(
+    "Emu3ForConditionalGeneration",
+    simplify=shorten_vocabulary_map,
+    text_defaults=emu3_text_defaults,
+    token_spaces=emu3_spaces,
+    text_only=True,
+)

@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mvllm.config.hf_config import HFConfig
-from mvllm.config.image_families import JANUS_MULTIPLIERS, channel_multipliers
-from mvllm.layers.context import BuildContext
-from mvllm.models.pixel_decoder import GroupNorm, PixelDecoder, ResnetBlock, Upsample, attend
+from mvllm.extension_api import BuildContext, HFConfig
+from mvllm_image_generation.formats import JANUS_MULTIPLIERS, channel_multipliers
+from mvllm_image_generation.models.pixel_decoder import GroupNorm, PixelDecoder, ResnetBlock, Upsample, attend
 
 
 class JanusPixelDecoder(PixelDecoder):
