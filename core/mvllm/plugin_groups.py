@@ -73,6 +73,8 @@ TOOL_PARSERS = PluginGroup("mvllm.tool_parsers", "tool parser")
 REASONING_PARSERS = PluginGroup("mvllm.reasoning_parsers", "reasoning parser")
 HTTP = PluginGroup("mvllm.http", "HTTP plugin")
 LOGITS_PROCESSORS = PluginGroup("mvllm.logits_processors", "logits processor")
+REQUEST_PAIRS = PluginGroup("mvllm.request_pairs", "kind of request pairs")
+LOGITS_COMBINERS = PluginGroup("mvllm.logits_combiners", "logits combiner")
 KV_CONNECTORS = PluginGroup("mvllm.kv_connectors", "KV connector", part="kv-transfer")
 CHECKPOINT_FORMATS = PluginGroup("mvllm.checkpoint_formats", "checkpoint format")
 ALIASES = PluginGroup("mvllm.aliases", "module of mvllm")
@@ -86,6 +88,8 @@ ALL = (
     EXECUTORS,
     OP_PROVIDERS,
     LOGITS_PROCESSORS,
+    REQUEST_PAIRS,
+    LOGITS_COMBINERS,
     KV_CONNECTORS,
     STAT_LOGGERS,
     COMMANDS,

@@ -192,9 +192,8 @@ class EngineCore:
             self._lora.require()
         if key := self._position_key(len(request.prompt_token_ids)):
             request = msgspec.structs.replace(request, position_key=key)
-        if request.unconditional_prompt_token_ids is not None:
-            key = self._position_key(len(request.unconditional_prompt_token_ids))
-            request = msgspec.structs.replace(request, unconditional_position_key=key)
+        if (pair := request.pair) is not None and (key := self._position_key(len(pair.prompt_token_ids))):
+            request = msgspec.structs.replace(request, pair=msgspec.structs.replace(pair, position_key=key))
         if request.sibling_group is not None and not self._supports_prefix_caching:
             request = msgspec.structs.replace(request, sibling_group=None)
         self.scheduler.add_request(request)

@@ -58,6 +58,7 @@ class RequestState:
         search: The beam search that finds the sequences, if the request asks for one.
         metrics: Times of the request's events.
         space: The space of its output tokens; None for text.
+        has_pair: Whether it has a companion (`RequestPair`).
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class RequestState:
         self._relaxations: tuple[str, ...] = ()
         self._validated: dict[int, CompletionOutput] = {}
         self.space = request.space
+        self.has_pair = request.core.pair is not None
         self.metrics = RequestMetrics(arrival_time=core.arrival_time)
 
     @property
@@ -272,7 +274,7 @@ class SequenceState:
         self._returns_logprobs = params.logprobs is not None
         self._sums_logprobs = self._returns_logprobs or params.is_ranked
         self._logprobs: list[PositionLogprobMap] | FlatLogprobs = FlatLogprobs() if params.flat_logprobs else []
-        self._conditional_logprobs: list[float] | None = [] if self._returns_logprobs and params.is_guided else None
+        self._conditional_logprobs: list[float] | None = [] if self._returns_logprobs and request.has_pair else None
         self._text = make_sequence_detokenizer(
             params, self._tokenizer, request.final_only, self.token_ids, request._prompt_token_ids
         )

@@ -19,6 +19,15 @@ from transformers import AutoModelForCausalLM
 from mvllm import LLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from tests.engine.conftest import MakeLLM
 from tests.engine.test_async_scheduling import TIGHT
+from tests.engine.test_batch_invariance import (
+    Request,
+    alone,
+    folder_of,
+    invariant_engine,
+    make_requests,
+    scored,
+    teacher_forced,
+)
 from tests.helpers.late_plugin import LOG
 from tests.helpers.model_zoo import BOS_TOKEN_ID, VOCAB_SIZE
 from tests.helpers.parity import LOGPROB_TOLERANCE
@@ -276,3 +285,19 @@ def test_requests_that_cannot_be_guided_are_refused(make_llm: MakeLLM, oracle: O
     drafts = make_llm(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     with pytest.raises(RequestError, match="guidance_scale cannot be combined with speculative decoding"):
         drafts.generate(prompt, SamplingParams(guidance_scale=2.0), use_tqdm=False)
+
+
+def test_batch_invariant_guidance_has_log_probabilities_with_the_same_bits(tmp_path: Path) -> None:
+    """The conditional log-probabilities are scored by teacher forcing."""
+    params = SamplingParams(
+        guidance_scale=3, temperature=0.7, presence_penalty=0.5, seed=1, max_tokens=24, logprobs=0, ignore_eos=True
+    )
+    requests = [Request(request.prompt[:60], params) for request in make_requests(seed=9, count=6)]
+    settings = {"logprobs_mode": "post_temperature_logprobs", "max_num_batched_tokens": 64}
+    with invariant_engine(folder_of("llama-gqa", tmp_path), enable_prefix_caching=False, **settings) as llm:
+        prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [scored(output) for output in outputs] == alone(llm, requests)
+        for request, output in zip(requests, outputs, strict=True):
+            conditional = output.outputs[0].conditional_logprobs
+            assert tuple(conditional or ()) == teacher_forced(llm, request, output.outputs[0].token_ids)

@@ -11,8 +11,6 @@ from mvllm.config.token_spaces import TokenSpace
 from mvllm.engine.frontend.input_processor import InputProcessor
 from mvllm.engine.frontend.output_processor import OutputProcessor
 from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
-from mvllm.entrypoints.openai.common.request_sampling_params import completion_sampling_params
-from mvllm.entrypoints.openai.protocol import CompletionRequest
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, FinishReason, PositionLogprobs
 from tests.unit.engine.builders import make_config
 from tests.unit.engine.tokenizers import make_tokenizer
@@ -37,21 +35,21 @@ def process(params: SamplingParams, prompt: object = (7, 8, 9), **settings: bool
 def test_without_guidance_there_is_no_companion(scale):
     negative = None if scale is None else "not this"
     request = process(SamplingParams(guidance_scale=scale, negative_prompt=negative))
-    assert request.core.unconditional_prompt_token_ids is None
+    assert request.core.pair is None
 
 
 def test_a_negative_prompt_is_a_text_or_token_ids():
     text = process(SamplingParams(guidance_scale=2, negative_prompt="Hello world"))
-    assert text.core.unconditional_prompt_token_ids == make_tokenizer().encode("Hello world")
+    assert text.core.pair.prompt_token_ids == make_tokenizer().encode("Hello world")
     ids = process(SamplingParams(guidance_scale=2, negative_prompt=(3, 4)))
-    assert ids.core.unconditional_prompt_token_ids == [3, 4]
+    assert ids.core.pair.prompt_token_ids == [3, 4]
 
 
 def test_each_sequence_has_both_prompts():
     processor = make_processor()
     request = processor.process("r", [7, 8], SamplingParams(guidance_scale=2, negative_prompt=[5], n=3))
     _, children = OutputProcessor(None, CoreRequestIds()).add_request(request)
-    assert [child.unconditional_prompt_token_ids for child in children] == [[5]] * 3
+    assert [child.pair.prompt_token_ids for child in children] == [[5]] * 3
     assert len({child.sibling_group for child in children}) == 1
 
 
@@ -68,7 +66,7 @@ def test_a_space_has_its_own_defaults():
     assert (request.params.max_tokens, request.params.ignore_eos, request.params.detokenize) == (9, True, False)
     bos = make_config().model.hf_config.get("bos_token_id")
     expected = [BEGIN if token == BEGIN else PAD for token in (7, BEGIN, 9)]
-    assert bos not in (7, 9) and request.core.unconditional_prompt_token_ids == expected
+    assert bos not in (7, 9) and request.core.pair.prompt_token_ids == expected
 
 
 def test_outputs_have_codes_and_conditional_logprobs():
@@ -88,24 +86,9 @@ def test_outputs_have_codes_and_conditional_logprobs():
     assert completion.text == ""
 
 
-def test_tokens_of_a_space_may_be_in_a_prompt():
-    size = make_config().model.vocab_size
-    assert process(SamplingParams(), (size + 7,), spaces=True).core.prompt_token_ids == [size + 7]
-    with pytest.raises(RequestError, match=f"Token ids must be from 0 to {size + 7}"):
-        process(SamplingParams(), (size + 8,), spaces=True)
-    with pytest.raises(RequestError, match=f"Token ids must be from 0 to {size - 1}"):
-        process(SamplingParams(), (size,))
-
-
 def test_a_text_needs_a_tokenizer():
     with pytest.raises(RequestError, match="negative_prompt: it is a text, but the engine was started with"):
         process(SamplingParams(guidance_scale=2, negative_prompt="x", detokenize=False), tokenizer=False)
-
-
-def test_http_requests_have_the_two_fields():
-    body = CompletionRequest(prompt="x", guidance_scale=2.5, negative_prompt="not this")
-    params = completion_sampling_params(body, {}, None)
-    assert (params.guidance_scale, params.negative_prompt) == (2.5, "not this")
 
 
 def test_sequences_are_sent_without_the_text_of_the_negative_prompt():
@@ -123,4 +106,4 @@ def test_a_space_without_tokens_that_begin_an_output_needs_a_negative_prompt():
         processor.process("r", [7, 8], SamplingParams(token_space="image", guidance_scale=3))
     assert caught.value.parameter == "negative_prompt"
     params = SamplingParams(token_space="image", guidance_scale=3, negative_prompt=[5])
-    assert processor.process("r", [7, 8], params).core.unconditional_prompt_token_ids == [5]
+    assert processor.process("r", [7, 8], params).core.pair.prompt_token_ids == [5]

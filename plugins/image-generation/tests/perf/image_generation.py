@@ -1,4 +1,6 @@
-"""Images per second beside transformers' loop on the same model: python tests/perf/image_generation.py
+"""Images per second beside transformers' loop on the same model.
+
+    python plugins/image-generation/tests/perf/image_generation.py
 
 A Janus model of about 120 million random weights (the language model of llama-160m without its vocabulary, the 16384
 codes of Janus) generates 8 images of 576 codes at once, each from its own prompt, with guidance. Both sides use the

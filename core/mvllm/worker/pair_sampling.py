@@ -1,4 +1,4 @@
-"""Samples steps with guided rows, whose logits are combined first."""
+"""Samples steps with request pairs, whose logits are combined first."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampler_output import SamplerOutput
 from mvllm.sampling.sampling_state import LOGPROBS
 from mvllm.sampling.token_masks import TokenMasks
-from mvllm.worker.guidance import GuidedLogits
 from mvllm.worker.input_batch import InputBatch
+from mvllm.worker.request_pairs import PairLogits
 
 
-class GuidedSampling:
-    """The sampler of steps with guided rows. It is made when it is first needed.
+class PairSampling:
+    """The sampler of steps with request pairs. It is made when it is first needed.
 
     Args:
         runtime: The device.
@@ -52,7 +52,7 @@ class GuidedSampling:
     def sample(
         self, logits: torch.Tensor, rows: np.ndarray, pairs: np.ndarray, masks: TokenMasks | None
     ) -> SamplerOutput:
-        """Samples. Arguments as in GuidedLogits.combine; `rows` are the worker's rows of the logits."""
+        """Samples. Arguments as in PairLogits.combine; `rows` are the worker's rows of the logits."""
         assert self._rows is not None
         if self._sampler is None:
             self._sampler = self._make_sampler(self._step_staging)
@@ -60,13 +60,20 @@ class GuidedSampling:
         state, own_staging = self._rows.sampling, self._own_staging
         if own_staging is not None:
             own_staging.begin_step()
-        scale = self._rows.guidance.scale[rows[pairs[0]]]
-        guided = GuidedLogits.combine(logits, pairs, scale, own_staging, static=self._is_static)
+        state_of_pairs, companions = self._rows.pairs, rows[pairs[1]]
+        combined = PairLogits.combine(
+            logits,
+            pairs,
+            state_of_pairs.weight[companions],
+            state_of_pairs.groups_of(companions),
+            own_staging,
+            static=self._is_static,
+        )
         if own_staging is not None:
             own_staging.end_step()
-        sampled = self._sampler.sample(guided.logits, rows, state, self._rows.history, masks=masks)
-        guided.share_tokens(sampled)
+        sampled = self._sampler.sample(combined.logits, rows, state, self._rows.history, masks=masks)
+        combined.share_tokens(sampled)
         wanted = (state.flags[rows[pairs[0]]] & LOGPROBS).astype(bool)
         if wanted.any():
-            guided.add_conditional_logprobs(sampled, pairs[0], wanted, self._logsumexp)
+            combined.add_conditional_logprobs(sampled, pairs[0], wanted, self._logsumexp)
         return sampled
