@@ -50,8 +50,13 @@ def generate_images(engine: Engine) -> Callable[..., Any]:
 
 
 def decode_images(engine: Engine) -> Callable[..., Any]:
-    """`llm.decode_images`; of an LLMEngine the call of the model."""
+    """`llm.decode_images`; of an LLMEngine the call of the model, with codes and pixels as bytes.
+
+    Raises:
+        RequestError: The model generates no images.
+    """
     if isinstance(engine, LLMEngine):
+        image_requests(engine)
         return lambda codes, rows, columns: engine.call_model(DECODE, (codes, rows, columns))
     return images(engine).decode
 
