@@ -77,6 +77,7 @@ class RequestState:
         if search is not None:
             core_ids = [""] * params.n  # its requests are BeamRequests
         self._prompt_token_ids = core.prompt_token_ids
+        self.has_pair = request.core.pair is not None
         self.sequences = [SequenceState(self, index, core_id, tokenizer) for index, core_id in enumerate(core_ids)]
         self.num_unfinished = len(self.sequences)
         self.num_sequences = params.num_sequences
@@ -103,7 +104,6 @@ class RequestState:
         self._relaxations: tuple[str, ...] = ()
         self._validated: dict[int, CompletionOutput] = {}
         self.space = request.space
-        self.has_pair = request.core.pair is not None
         self.metrics = RequestMetrics(arrival_time=core.arrival_time)
 
     @property
