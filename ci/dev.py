@@ -66,6 +66,7 @@ PARTS = tuple(
         "conformance",
         "gguf",
         "graph",
+        "image-generation",
         "kv-transfer",
         "parsers",
         "responses",

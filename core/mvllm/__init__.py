@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from mvllm.distributed.weight_transfer import WeightTransferGroup
     from mvllm.engine.async_llm import AsyncLLM
     from mvllm.engine.async_llm_engine import AsyncLLMEngine
-    from mvllm.engine.frontend.image_outputs import GeneratedImage, ImageRequestOutput
     from mvllm.engine.frontend.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
     from mvllm.engine.frontend.pooling_outputs import (
         ClassificationRequestOutput,
@@ -26,8 +25,10 @@ if TYPE_CHECKING:
     from mvllm.engine.llm_engine import LLMEngine
     from mvllm.entrypoints.llm import LLM
     from mvllm.errors import ConfigError, ModelError, MvllmError, PlatformError, RequestError
+    from mvllm.images import GeneratedImage as GeneratedImage
+    from mvllm.images import ImageParams as ImageParams
+    from mvllm.images import ImageRequestOutput as ImageRequestOutput
     from mvllm.messages.beam_search_params import BeamSearchParams
-    from mvllm.messages.image_params import ImageParams
     from mvllm.messages.inputs import TextPrompt, TokensPrompt
     from mvllm.messages.lora import LoRARequest
     from mvllm.messages.pooling_params import PoolingParams
@@ -41,7 +42,6 @@ _NAMES = {
     "mvllm.distributed.weight_transfer": "WeightTransferGroup",
     "mvllm.engine.async_llm": "AsyncLLM",
     "mvllm.engine.async_llm_engine": "AsyncLLMEngine",
-    "mvllm.engine.frontend.image_outputs": "GeneratedImage ImageRequestOutput",
     "mvllm.engine.frontend.outputs": "BeamSearchOutput CompletionOutput Logprob RequestOutput",
     "mvllm.engine.frontend.pooling_outputs": (
         "ClassificationRequestOutput EmbeddingRequestOutput PoolingRequestOutput ScoringRequestOutput"
@@ -49,8 +49,8 @@ _NAMES = {
     "mvllm.engine.llm_engine": "LLMEngine",
     "mvllm.entrypoints.llm": "LLM",
     "mvllm.errors": "ConfigError ModelError MvllmError PlatformError RequestError",
+    "mvllm.images": "GeneratedImage ImageParams ImageRequestOutput",
     "mvllm.messages.beam_search_params": "BeamSearchParams",
-    "mvllm.messages.image_params": "ImageParams",
     "mvllm.messages.inputs": "TextPrompt TokensPrompt",
     "mvllm.messages.lora": "LoRARequest",
     "mvllm.messages.pooling_params": "PoolingParams",
@@ -75,9 +75,6 @@ __all__ = [
     "ConfigError",
     "EmbeddingRequestOutput",
     "EngineArgs",
-    "GeneratedImage",
-    "ImageParams",
-    "ImageRequestOutput",
     "LLMEngine",
     "LoRARequest",
     "Logprob",

@@ -1,6 +1,7 @@
 """Public names of the outputs of requests."""
 
-from mvllm.engine.frontend.image_outputs import GeneratedImage, ImageRequestOutput
+from typing import TYPE_CHECKING
+
 from mvllm.engine.frontend.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -19,6 +20,10 @@ from mvllm.engine.frontend.pooling_outputs import (
     ScoringRequestOutput,
 )
 
+if TYPE_CHECKING:
+    from mvllm.images import GeneratedImage as GeneratedImage
+    from mvllm.images import ImageRequestOutput as ImageRequestOutput
+
 __all__ = [
     "BeamSearchOutput",
     "BeamSearchSequence",
@@ -27,8 +32,6 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
-    "GeneratedImage",
-    "ImageRequestOutput",
     "Logprob",
     "PoolingOutput",
     "PoolingRequestOutput",
@@ -36,3 +39,11 @@ __all__ = [
     "ScoringOutput",
     "ScoringRequestOutput",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in ("GeneratedImage", "ImageRequestOutput"):
+        raise AttributeError(f"module 'mvllm.outputs' has no attribute {name!r}")
+    import mvllm.images  # of a package that need not be installed
+
+    return getattr(mvllm.images, name)

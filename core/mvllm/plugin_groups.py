@@ -64,6 +64,7 @@ class PluginGroup:
 
 
 MODELS = PluginGroup("mvllm.models", "model")
+MODEL_TYPES = PluginGroup("mvllm.model_types", "model type")
 EXECUTORS = PluginGroup("mvllm.executors", "executor")
 OP_PROVIDERS = PluginGroup("mvllm.op_providers", "set of op providers")
 STAT_LOGGERS = PluginGroup("mvllm.stat_loggers", "stat logger")
@@ -75,6 +76,8 @@ REASONING_PARSERS = PluginGroup("mvllm.reasoning_parsers", "reasoning parser", p
 PARSER_RULES = PluginGroup("mvllm.parser_rules", "set of parser rules", part="parsers")
 HTTP = PluginGroup("mvllm.http", "HTTP plugin")
 LOGITS_PROCESSORS = PluginGroup("mvllm.logits_processors", "logits processor")
+REQUEST_PAIRS = PluginGroup("mvllm.request_pairs", "kind of request pairs")
+LOGITS_COMBINERS = PluginGroup("mvllm.logits_combiners", "logits combiner")
 KV_CONNECTORS = PluginGroup("mvllm.kv_connectors", "KV connector", part="kv-transfer")
 FOREIGN_KEYWORDS = PluginGroup(
     "mvllm.foreign_keywords", "set of keywords of other engines", part="compat", wanted="A keyword of another engine"
@@ -82,15 +85,19 @@ FOREIGN_KEYWORDS = PluginGroup(
 CHECKPOINT_FORMATS = PluginGroup("mvllm.checkpoint_formats", "checkpoint format")
 WORKERS = PluginGroup("mvllm.workers", "worker", part="graph")
 ALIASES = PluginGroup("mvllm.aliases", "module of mvllm")
+ENGINE_METHODS = PluginGroup("mvllm.engine_methods", "method of LLM and AsyncLLM")
 
 ALL = (
     MODELS,
+    MODEL_TYPES,
     CHECKPOINT_FORMATS,
     QUANTIZATION,
     EXECUTORS,
     WORKERS,
     OP_PROVIDERS,
     LOGITS_PROCESSORS,
+    REQUEST_PAIRS,
+    LOGITS_COMBINERS,
     KV_CONNECTORS,
     STAT_LOGGERS,
     COMMANDS,
@@ -101,6 +108,7 @@ ALL = (
     HTTP,
     FOREIGN_KEYWORDS,
     ALIASES,
+    ENGINE_METHODS,
 )
 
 

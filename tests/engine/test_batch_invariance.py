@@ -251,19 +251,13 @@ def test_draft_tokens_of_a_prompt_or_a_model_give_the_same_bits(
 
 
 def test_edited_and_scaled_logits_have_log_probabilities_with_the_same_bits(root: Path) -> None:
-    """With guidance, whose conditional log-probabilities are scored by teacher forcing."""
-    params = SamplingParams(
-        guidance_scale=3, temperature=0.7, presence_penalty=0.5, seed=1, max_tokens=24, logprobs=0, ignore_eos=True
-    )
+    params = SamplingParams(temperature=0.7, presence_penalty=0.5, seed=1, max_tokens=24, logprobs=0, ignore_eos=True)
     requests = [Request(request.prompt[:60], params) for request in make_requests(seed=9, count=6)]
     settings = {"logprobs_mode": "post_temperature_logprobs", "max_num_batched_tokens": 64}
     with invariant_engine(folder_of("llama-gqa", root), enable_prefix_caching=False, **settings) as llm:
         prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert [scored(output) for output in outputs] == alone(llm, requests)
-        for request, output in zip(requests, outputs, strict=True):
-            conditional = output.outputs[0].conditional_logprobs
-            assert tuple(conditional or ()) == teacher_forced(llm, request, output.outputs[0].token_ids)
 
 
 @pytest.mark.parametrize(

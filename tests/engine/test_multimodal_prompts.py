@@ -207,7 +207,6 @@ def test_embeddings_of_the_tokens_give_the_output_of_the_tokens(llm: LLM) -> Non
             SamplingParams(truncate_prompt_tokens=5),
             "cut one in two",
         ),
-        (prompt(RED), SamplingParams(guidance_scale=2.0), "guidance_scale cannot be combined"),
     ],
 )
 def test_prompts_that_are_refused(llm: LLM, bad: Any, params: SamplingParams, why: str) -> None:

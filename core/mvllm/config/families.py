@@ -1,7 +1,8 @@
 """Finds the record of a model's family, of core or of another package, and imports no other record.
 
     core            `mvllm.families` lists the records by their architectures and model types
-    other packages  an entry point of `mvllm.models`: the name is the architecture, the value a module without a class
+    other packages  an entry point of `mvllm.models`: the name is the architecture, the value a module without a class.
+                    One of `mvllm.model_types`, for configs without `architectures`: the name is the `model_type`
 
 The module of a record has the constant `FAMILY`. Names of core take precedence.
 """
@@ -19,10 +20,13 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.model_family import Architecture, ModelFamily, ModelType
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import ConfigError, ModelError
+from mvllm.installable import missing_part
 
 _INDEX = "mvllm.families"
 """Imported by name, as records are: they name classes of all layers, and are above this one, as other packages are."""
 _ANY_TYPE = ModelType()
+_TYPES_OF_PARTS = {"emu3": "image-generation", "janus": "image-generation"}
+"""Model types of mvllm's own parts: known where the package is not installed."""
 
 
 def find_architecture(name: str) -> Architecture | None:
@@ -40,6 +44,9 @@ def find_model_type(config: Mapping[str, Any] | HFConfig) -> ModelType:
 
     Args:
         config: The values of config.json, or of a part of it.
+
+    Raises:
+        ModelError: The package that reads this type is not installed.
     """
     name = config.get("model_type")
     if not isinstance(name, str):
@@ -49,7 +56,7 @@ def find_model_type(config: Mapping[str, Any] | HFConfig) -> ModelType:
         own = None if is_of_core(architectures[0]) else _plugin_family(architectures[0])
         if own is not None and name in own.model_types:
             return own.model_types[name]
-    family = _core_family(_index().model_types, name)
+    family = _core_family(_index().model_types, name) or _plugin_family_of_type(name)
     return _ANY_TYPE if family is None else family.model_types.get(name, _ANY_TYPE)
 
 
@@ -104,6 +111,23 @@ def _plugin_family(architecture: str) -> ModelFamily | None:
     except ConfigError:
         return None
     return None if source is None else record_of_plugin(source)
+
+
+def _plugin_family_of_type(model_type: str) -> ModelFamily | None:
+    source = plugin_groups.find(plugin_groups.MODEL_TYPES, model_type)
+    if source is None:
+        part = _TYPES_OF_PARTS.get(model_type)
+        if part is not None:
+            what = f"A model of the type {model_type!r}"
+            raise ModelError(missing_part(part, what) or f"{what} needs the package mvllm-{part}, which is missing.")
+        return None
+    family = getattr(plugin_groups.load(plugin_groups.MODEL_TYPES, source), "FAMILY", None)
+    if not isinstance(family, ModelFamily) or model_type not in family.model_types:
+        raise ModelError(
+            f"{source} must name a module whose constant FAMILY is a ModelFamily of "
+            f"mvllm.extension_api.model_families that has this model type, found {family!r:.200}."
+        )
+    return family
 
 
 def _core_family(modules: Mapping[str, str], name: str) -> ModelFamily | None:

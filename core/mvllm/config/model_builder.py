@@ -22,7 +22,6 @@ from mvllm.config.generation_config import (
     sampling_defaults,
 )
 from mvllm.config.hf_config import HFConfig
-from mvllm.config.image_families import SPACES, shorten_vocabulary_map, text_defaults
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.multimodal import MultiModalModel
@@ -31,7 +30,7 @@ from mvllm.config.quantization import resolve_quantization
 from mvllm.config.retrieval import with_inner_config
 from mvllm.config.sentence_transformers_config import max_seq_length
 from mvllm.config.text_part import is_tied_by_text, text_part_values
-from mvllm.config.token_spaces import token_spaces_of
+from mvllm.config.token_spaces import ReadSpaces, token_spaces_of
 from mvllm.config.transformers_families import read_composite_config, takes_items_through_transformers
 from mvllm.errors import ConfigError, ModelError
 from mvllm.logging import get_logger
@@ -140,7 +139,7 @@ def build_model_config(
         pooler_config=check_pooler_config(pooler_config or {}),
         multimodal=parts.multimodal,
         language_architecture="" if parts.multimodal is None else parts.language,
-        token_spaces=token_spaces_of(hf_config, shape.vocab_size, own_generation, SPACES.get(architecture)),
+        token_spaces=token_spaces_of(hf_config, shape.vocab_size, own_generation, parts.read_spaces),
     )
 
 
@@ -151,12 +150,14 @@ class _Parts:
     Attributes:
         architecture: That of ModelConfig.
         language: The architecture of the language model; empty if that does not matter.
+        read_spaces: Reads the token spaces; None for models without.
     """
 
     hf_config: HFConfig
     architecture: str
     language: str
     multimodal: MultiModalModel | None
+    read_spaces: ReadSpaces | None
 
 
 def _read_parts(folder: Path, overrides: Mapping[str, Any] | None, model_impl: str) -> _Parts:
@@ -174,11 +175,10 @@ def _read_parts(folder: Path, overrides: Mapping[str, Any] | None, model_impl: s
         if multimodal is not None and model_impl == "transformers":
             multimodal = replace(multimodal, by_transformers=True)
     language = "" if model_impl == "transformers" else find_model_type(hf_config).architecture or ""
-    if multimodal is None and language:
-        found = find_architecture(architecture)
-        if found is not None and found.may_be_text:
-            architecture = language
-    return _Parts(hf_config, architecture, language, multimodal)
+    found = find_architecture(architecture)
+    if multimodal is None and language and found is not None and found.may_be_text:
+        architecture = language
+    return _Parts(hf_config, architecture, language, multimodal, None if found is None else found.read_spaces)
 
 
 def _max_logprobs(requested: int, vocab_size: int) -> int:
@@ -221,13 +221,14 @@ def load_hf_config(
         raise ModelError(f"{outer.source}: 'text_config' should be a JSON object, found {text!r}.")
     flat = outer.as_dict()
     flat.pop("text_config", None)
-    shorten_vocabulary_map(flat, outer.source)
+    if (simplify := find_model_type(outer).simplify) is not None:
+        simplify(flat, outer.source)
     # The outer config is that of the whole checkpoint, with its head.
     of_text = {**(absent or {}), **text_part_values(outer, text)}
     inner = {key: value for key, value in of_text.items() if key not in _OUTER_KEYS or key not in outer}
     if is_tied_by_text(outer, text):
         inner["tie_word_embeddings"] = True
-    values = {**flat, **text_defaults(outer, text), **inner, **(overrides or {})}
+    values = {**flat, **inner, **(overrides or {})}
     model_type = find_model_type(values)
     second_names = model_type.key_aliases.items()
     values = {**{read: values[name] for name, read in second_names if name in values}, **values}

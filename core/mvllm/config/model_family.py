@@ -15,6 +15,7 @@ from typing import Any
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.multimodal import MultiModalModel
+from mvllm.config.token_spaces import ReadSpaces
 
 ReadItems = Callable[[HFConfig], MultiModalModel | None]
 """Reads what a model takes beside text from config.json, which has the values of `text_config` at the top level (see
@@ -39,6 +40,8 @@ class ModelType:
         context_length: Tokens of a sequence where config.json has no key for it; None if it must have one.
         rope_defaults: RoPE settings of config.json without any.
         key_aliases: Second names of keys, and the names that model classes read. A value under the latter is preferred.
+        simplify: Drops from config.json, without its `text_config`, what is large and unused, in place. Its second
+            argument is the file's path, for errors.
         read_config: Changes the values of config.json to those that model classes read; runs last. None for no change.
         text_defaults: Values that a `text_config` of this type leaves out; in a type with `text_type`, those that
             differ from the defaults of the text model.
@@ -54,6 +57,7 @@ class ModelType:
     context_length: int | None = None
     rope_defaults: Mapping[str, Any] = field(default_factory=dict)
     key_aliases: Mapping[str, str] = field(default_factory=dict)
+    simplify: Callable[[dict[str, Any], str], None] | None = None
     read_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
     text_type: str | None = None
@@ -70,6 +74,7 @@ class Architecture:
         language_model: The architecture of the language model that checkpoints have if they do not name one; its class
             is then the last one that the model class is derived from. None: `model` is the whole model.
         read_items: Reads what the model takes beside text; None for a model that takes text alone.
+        read_spaces: Reads the token spaces; None for models of text alone.
         items: The subclass of ItemFamily that processes its items, as `module:class`; None for ItemFamily.
         is_encoder: Its attention is bidirectional.
         is_headless: It has no language-model head. Its output is a vector, or the scores of classes if its name ends in
@@ -84,6 +89,7 @@ class Architecture:
     model: str | tuple[str, ...]
     language_model: str | None = None
     read_items: ReadItems | None = None
+    read_spaces: ReadSpaces | None = None
     items: str | None = None
     is_encoder: bool = False
     is_headless: bool = False

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.async_adapters import AsyncAdapters
-from mvllm.engine.async_images import AsyncImages
 from mvllm.engine.async_items import AsyncItems, prepare_items
 from mvllm.engine.async_rollouts import AsyncRollouts
 from mvllm.engine.async_sleep import AsyncSleep
@@ -42,7 +41,7 @@ from mvllm.engine.metrics.tracing import Tracer
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient, make_async_client
 from mvllm.errors import EngineDeadError
 from mvllm.logging import get_logger
-from mvllm.messages.commands import CheckHealth, ResetPrefixCache
+from mvllm.messages.commands import CallModel, CheckHealth, ResetPrefixCache
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
@@ -72,7 +71,7 @@ def _items(engine: AsyncLLM) -> AsyncItems:
     return engine.items
 
 
-class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages):
+class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
     """An engine for use in an event loop. The engine core runs in its own process.
 
     The constructor loads the model; call it in any thread, with or without a running loop. All methods must then be
@@ -576,6 +575,11 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient], AsyncImages):
             self._fatal_error = error
             logger.error("The engine has died: %s", str(error).partition("\n")[0])
         self._fail_requests(error)
+
+    async def call_model(self, method: str, args: Sequence[Any] = ()) -> Any:
+        """Calls one of the methods that the model's class offers, see `LLMEngine.call_model`."""
+        self._require_alive()
+        return await self._client.call(CallModel(method, list(args)))
 
     async def _run_in_thread(self, work: Callable[[], _T], num_chars: int = 0) -> _T:
         def work_unless_closed() -> _T:

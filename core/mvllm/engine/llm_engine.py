@@ -22,7 +22,7 @@ from mvllm.engine.shared_steps import SharedSteps, StepCaller, exclusive
 from mvllm.engine.sleep import EngineSleep
 from mvllm.errors import EngineDeadError, MvllmError, RequestError
 from mvllm.messages.commands import (
-    DecodeImages,
+    CallModel,
     IsSchedulerPaused,
     ResetEncoderCache,
     ResetPrefixCache,
@@ -346,15 +346,18 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
     # --- administration
 
     @exclusive
-    def decode_images(self, codes: bytes, rows: int, columns: int) -> bytes:
-        """Decodes image codes, see `WorkerProtocol.decode_images`.
+    def call_model(self, method: str, args: Sequence[Any] = ()) -> Any:
+        """Calls one of the methods that the model's class offers (`CausalLM.remote_methods`), between two steps.
+
+        Args:
+            args: Numbers, texts, bytes, lists and dicts, as is the result.
 
         Raises:
-            RequestError: The model generates no images, or a code does not exist.
+            RequestError: The model has no such method, or an argument is not valid.
             EngineSleepingError: The weights sleep.
         """
         self._require_alive()
-        return self._client.call(DecodeImages(codes, rows, columns))
+        return self._client.call(CallModel(method, list(args)))
 
     @exclusive
     def reset_prefix_cache(self) -> bool:

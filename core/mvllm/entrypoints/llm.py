@@ -13,6 +13,7 @@ import msgspec
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.adapters import EngineAdapters
+from mvllm.engine.engine_methods import AddedMethods
 from mvllm.engine.forward import forward
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
@@ -30,7 +31,6 @@ from mvllm.entrypoints.chat_prompt import chat_prompt
 from mvllm.entrypoints.chat_template import Conversation, is_conversation
 from mvllm.entrypoints.failed_outputs import raise_failure
 from mvllm.entrypoints.generate_progress import GenerateProgress
-from mvllm.entrypoints.llm_images import LLMImages
 from mvllm.entrypoints.pooling_tasks import PoolingArgument, for_named_task, for_one_vector, for_task
 from mvllm.entrypoints.prompt_lists import as_prompt_list, one_per_prompt
 from mvllm.entrypoints.score_inputs import ContentInput, score_inputs
@@ -63,7 +63,7 @@ def _adapters(llm: LLM) -> EngineAdapters:
     return llm.llm_engine.adapters
 
 
-class LLM(LLMImages):
+class LLM(AddedMethods):
     """A loaded model for offline inference.
 
     The model's memory is freed by `close()`, or at the end of a `with` block.

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from mvllm.platform.interface import Platform
     from mvllm.platform.op_provider import OpCase, OpProvider
     from mvllm.platform.topology import LaunchTopology, WorkerContext
+    from mvllm.sampling.logits_combiner import LogitsCombiner
     from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorContext, RowTokens
     from mvllm.sampling.request_logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
     from mvllm.worker.worker_wrapper import WorkerWrapper
@@ -115,6 +116,7 @@ _NAMES = {
     "mvllm.platform.interface": "Platform",
     "mvllm.platform.op_provider": "OpCase OpProvider",
     "mvllm.platform.topology": "LaunchTopology WorkerContext",
+    "mvllm.sampling.logits_combiner": "LogitsCombiner",
     "mvllm.sampling.logits_processor": "LogitsProcessor LogitsProcessorContext RowTokens",
     "mvllm.sampling.request_logits_processor": "AdapterLogitsProcessor RequestLogitsProcessor",
     "mvllm.worker.worker_wrapper": "WorkerWrapper",
@@ -148,6 +150,7 @@ __all__ = [
     "LMHead",
     "LaunchTopology",
     "LayerNorm",
+    "LogitsCombiner",
     "LogitsProcessor",
     "LogitsProcessorContext",
     "MarkedCalls",

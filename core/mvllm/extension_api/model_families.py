@@ -12,11 +12,13 @@ from mvllm.config.encoder_parts import token_id as token_id
 from mvllm.config.encoder_parts import video_token_id as video_token_id
 from mvllm.config.encoder_parts import vision_config as vision_config
 from mvllm.config.hf_config import HFConfig as HFConfig
+from mvllm.config.hf_config import read_json_object as read_json_object
 from mvllm.config.model_family import Architecture as Architecture
 from mvllm.config.model_family import ModelFamily as ModelFamily
 from mvllm.config.model_family import ModelType as ModelType
 from mvllm.config.model_family import pooling_architectures as pooling_architectures
 from mvllm.config.multimodal import MultiModalModel as MultiModalModel
+from mvllm.config.token_spaces import TokenSpace as TokenSpace
 
 __all__ = [
     "Architecture",
@@ -24,9 +26,11 @@ __all__ = [
     "ModelFamily",
     "ModelType",
     "MultiModalModel",
+    "TokenSpace",
     "image_token_id",
     "part_config",
     "pooling_architectures",
+    "read_json_object",
     "token_id",
     "video_token_id",
     "vision_config",

@@ -1,6 +1,8 @@
-"""For packages that build models and load their weights themselves, as a worker that compiles them does."""
+"""For packages with models like core's, or that build models and load their weights themselves."""
 
+from mvllm.layers.activation import activation as activation
 from mvllm.layers.quantization.registry import quantization_method as quantization_method
+from mvllm.models.llama import LlamaForCausalLM as LlamaForCausalLM
 from mvllm.models.registry import resolve_model_class as resolve_model_class
 from mvllm.models.weight_loader import load_weights as load_weights
 from mvllm.models.weight_update import ModelWeightUpdate as ModelWeightUpdate
@@ -13,9 +15,11 @@ from mvllm.ops.dtypes import torch_dtype as torch_dtype
 from mvllm.ops.registry import OpTable as OpTable
 
 __all__ = [
+    "LlamaForCausalLM",
     "ModelWeightUpdate",
     "OpTable",
     "SCHEMAS",
+    "activation",
     "allocate",
     "drop_attributes",
     "dtype_name",

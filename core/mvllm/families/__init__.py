@@ -29,10 +29,6 @@ _RECORDS = {
         "glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa glm4v glm4v_moe glm4v_text glm4v_moe_text",
     ),
     "gpt_oss.family": ("GptOssForCausalLM", "gpt_oss"),
-    "image_generation": (
-        "Emu3ForConditionalGeneration JanusForConditionalGeneration",
-        "emu3 emu3_text_model janus",
-    ),
     "images": (
         "LlavaForConditionalGeneration LlavaOnevisionForConditionalGeneration Gemma3ForConditionalGeneration "
         "Mistral3ForConditionalGeneration",

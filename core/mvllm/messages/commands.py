@@ -92,13 +92,12 @@ class CallWorkers(EngineCommand[list[Any]], tag="call_workers", frozen=True, arr
     kwargs: dict[str, Any]
 
 
-class DecodeImages(EngineCommand[bytes], tag="decode_images", frozen=True, array_like=True):
-    """Decodes image codes to pixels, see `WorkerProtocol.decode_images`."""
+class CallModel(EngineCommand[Any], tag="call_model", frozen=True, array_like=True):
+    """Calls a method of the model, see `WorkerProtocol.call_model`. The first result that is not None."""
 
     uses_one_replica: ClassVar[bool] = True
-    codes: bytes
-    rows: int
-    columns: int
+    method: str
+    args: list[Any]
 
 
 # ---------------------------------------------------------------------------------------------------------------- sleep

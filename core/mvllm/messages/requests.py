@@ -32,6 +32,26 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+class RequestPair(msgspec.Struct, omit_defaults=True):
+    """The companion of a request: a second prompt, with the same output tokens, whose logits are combined with those of
+    the request before a token is sampled.
+
+    Attributes:
+        combiner: Name of the LogitsCombiner, an entry point of the group `mvllm.logits_combiners`.
+        prompt_token_ids: The companion's prompt, at least one token.
+        settings: What the combiner reads; only its package knows the format.
+        parameter, prompt_parameter: The parameters that ask for the pair and for the companion's prompt, for errors.
+        position_key: As in EngineCoreRequest, of the companion's prompt.
+    """
+
+    combiner: str
+    prompt_token_ids: list[int]
+    settings: bytes = b""
+    parameter: str = "extra_args"
+    prompt_parameter: str = "extra_args"
+    position_key: int = 0
+
+
 class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One sequence to generate, or one prompt to embed or classify. Validated and tokenized.
 
@@ -49,8 +69,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
             caching is off. None for a single sequence.
         pooling_params: Set for a pooling request, with every field chosen; the sampling parameters then have no effect.
         lora_request: The LoRA adapter; None for the base model.
-        unconditional_prompt_token_ids: Set for a guided request: the prompt of its unconditional companion.
-        unconditional_position_key: `position_key` of that prompt.
+        pair: The companion with which the request is scheduled and sampled; None for most requests.
         kv_transfer_params: What the client tells KV connectors; see `kv_transfer.connector.KVRequest`.
         items: Images, audio and embeddings of the prompt, by rising offset; their spans do not overlap.
     """
@@ -66,8 +85,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     sibling_group: str | None = None
     pooling_params: PoolingParams | None = None
     lora_request: LoRARequest | None = None
-    unconditional_prompt_token_ids: list[int] | None = None
-    unconditional_position_key: int = 0
+    pair: RequestPair | None = None
     kv_transfer_params: dict[str, Any] | None = None
     items: list[MultiModalItem] = []
 
@@ -104,8 +122,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
         pooling_output: The pooled vector of a pooling request: float32 in little-endian order.
         weight_versions: In the only output of a request, if the weights changed while it ran: (version, number of
             tokens) of each earlier version. The other tokens have the version of the EngineCoreOutputs.
-        conditional_logprobs: Of a guided request with `logprobs`: the log-probability of each new token without
-            guidance.
+        conditional_logprobs: Of a request with a companion and `logprobs`: the log-probability of each new token in the
+            request's own logits.
         kv_transfer_params: On the last output: what a KV connector tells the client, so that another engine finds the
             blocks of this request.
         relaxations: On the first output of a request with a JSON schema: keywords that its grammar does not enforce.

@@ -121,8 +121,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         skip_reading_prefix_cache: Compute the whole prompt, also what the prefix cache holds.
         guidance_scale: Classifier-free guidance: tokens are sampled from `u + guidance_scale * (c - u)`. c are the
             logits behind the prompt and u those behind `negative_prompt`, each with the same output tokens. From 0 to
-            1000. None or 1 samples from c alone, without the cost of u. Penalties, masks and filters apply to the
-            combined logits, and `logprobs` are those of the guided distribution.
+            1000; needs the package mvllm-image-generation. None or 1 samples from c alone, without the cost of u.
+            Penalties, masks and filters apply to the combined logits, and `logprobs` are those of the guided
+            distribution.
         negative_prompt: The unconditional prompt of guidance: a text, or token ids. None takes the model's: of text
             the beginning-of-sequence token, or the last token of the prompt if the model has none.
         token_space: The space of the output tokens: `text`, or one that the model declares, as `image`. In another

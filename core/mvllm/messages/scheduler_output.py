@@ -38,9 +38,10 @@ class NewRequestData(msgspec.Struct, array_like=True):
         more_block_ids: Its block tables in the KV cache groups after the first; `block_ids` is the table of the first.
             Entries of blocks that have left a group's sliding window hold an arbitrary block id.
         lora_request: The LoRA adapter; None for the base model.
-        guided_row: Set for the unconditional companion of a guided request: the row of that request, which starts in
-            the same step. Both always sample in the same step, and the token of `guided_row` is appended to both.
+        guided_row: Set for the companion of a request (`RequestPair`): the row of that request, which starts in the
+            same step. Both always sample in the same step, and the token of `guided_row` is appended to both.
         items: The spans of its images, audio and embeddings.
+        combiner, combiner_settings: Of a companion: how the logits of both are combined, as in RequestPair.
     """
 
     request_id: str
@@ -56,6 +57,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
     lora_request: LoRARequest | None = None
     guided_row: int | None = None
     items: list[ItemSpan] = []
+    combiner: str = ""
+    combiner_settings: bytes = b""
 
 
 class SchedulerOutput(msgspec.Struct, omit_defaults=True):
@@ -138,8 +141,8 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
         errors: Failure reasons of single rows, for instance NaN logits. The other rows are valid.
         pooler_output: The pooled vectors of pooling requests whose prompt is complete: float32 in little-endian order.
             No token is sampled for these rows.
-        conditional_logprobs: Of guided rows that request log-probabilities: the log-probability of the sampled token in
-            the row's own logits.
+        conditional_logprobs: Of rows with a companion that request log-probabilities: the log-probability of the
+            sampled token in the row's own logits.
         encoder_seconds: Time that the step's encoders took, as the host sees it (where devices compute asynchronously,
             the time to submit the work); 0 without any, and where the first pipeline stage is another rank.
     """

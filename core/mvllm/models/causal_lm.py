@@ -24,7 +24,6 @@ from mvllm.layers.state import SequenceState
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.item_encoder import ItemEncoder
 from mvllm.models.module_names import ModuleNames
-from mvllm.models.pixel_decoder import PixelDecoder
 
 
 class CausalLM(nn.Module, ABC):
@@ -47,10 +46,11 @@ class CausalLM(nn.Module, ABC):
         reads_per_layer_config: Whether the model reads `per_layer_config`, settings of single layers. Models that do
             not read it refuse it.
         module_names: Names of modules in checkpoints that differ from those of this class.
+        remote_methods: Methods that front ends may call between two steps (`LLMEngine.call_model`). Their arguments are
+            numbers, texts, bytes, lists and dicts, and so is their result, which is None on ranks that do not answer.
         lm_head: The language-model head on the last stage, else None; None if the checkpoint has none.
         tied_names: The tensors of a tied head and of the embedding, on one rank of the last stage, else None. A
             checkpoint that has both must have equal ones.
-        pixel_decoder: Decoder of image codes, on one rank of the last stage of models that generate images; else None.
         item_encoder: Encoders of images and audio on the first stage of multimodal models; else None.
         scores: Classification head on the last stage: pooled states [n, hidden_size] to [n, labels]; else None.
     """
@@ -66,6 +66,7 @@ class CausalLM(nn.Module, ABC):
     uses_token_types: bool = False
     reads_per_layer_config: bool = False
     module_names: ModuleNames = ModuleNames({})
+    remote_methods: frozenset[str] = frozenset()
     lm_head: LMHead | None
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
@@ -78,7 +79,6 @@ class CausalLM(nn.Module, ABC):
         self.config = config
         self.stage = PipelineStage.for_rank(config.num_layers, ctx.pp)
         self.scores: nn.Module | None = None
-        self.pixel_decoder: PixelDecoder | None = None
         self.item_encoder: ItemEncoder | None = None
         self.tied_names: tuple[str, str] | None = None
         self._quantization = ctx.quantization
@@ -136,6 +136,12 @@ class CausalLM(nn.Module, ABC):
             f"{type(self).__name__} computes no logits for the token space {space.name!r}, which config.json declares. "
             "A model with such a space overrides compute_space_logits."
         )
+
+    def run_largest_call(self) -> None:
+        """Runs the largest call of `remote_methods`, so that its memory is measured before the KV cache is sized.
+
+        Not called on the host, where memory is not measured.
+        """
 
     def merge_items(self, embeddings: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """First stage only: the embeddings of a step's tokens [T, hidden_size], with those of items in their places."""

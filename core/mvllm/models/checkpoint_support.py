@@ -29,7 +29,7 @@ def check_architecture(config: ModelConfig) -> None:
         return
     reason = "It has no class here, and model_impl is 'native'."
     if config.model_impl != "native":
-        found = unsupported_reason(config.architecture)
+        found = _unsupported_spaces(config) or unsupported_reason(config.architecture)
         if found is None:
             return
         reason = found[0].upper() + found[1:]
@@ -44,6 +44,12 @@ def check_architecture(config: ModelConfig) -> None:
         f"{config.hf_config.source}: the architecture {config.architecture!r} is not supported.{code} {reason} "
         f"Supported natively: {', '.join(supported_architectures())}."
     )
+
+
+def _unsupported_spaces(config: ModelConfig) -> str | None:
+    if not config.token_spaces:
+        return None
+    return f"transformers' class gives no tokens of {', '.join(config.token_spaces)} here, which this model is for."
 
 
 def runs_natively(config: ModelConfig) -> bool:

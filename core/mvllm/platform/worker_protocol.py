@@ -324,6 +324,24 @@ class WorkerProtocol(Protocol):
         """
 
     @optional
+    def call_model(self, method: str, args: list[Any]) -> Any:
+        """Calls a method of the model that the model's class offers (`CausalLM.remote_methods`). Called on all workers,
+        between two steps.
+
+        A class without such models may leave this method out.
+
+        Args:
+            method: Its name.
+            args: Its arguments: numbers, texts, bytes, lists and dicts.
+
+        Returns:
+            Its result, of these types; None on workers that do not answer.
+
+        Raises:
+            RequestError: The model has no such method, or an argument is not valid.
+        """
+
+    @optional
     def decode_images(self, codes: bytes, rows: int, columns: int) -> bytes:
         """Decodes images of one size between two steps. Called on all workers.
 

@@ -35,7 +35,7 @@ class GatheredLogprobs:
 
 @dataclass(frozen=True)
 class ConditionalLogprobs:
-    """Log-probabilities of the tokens of guided rows in the rows' own logits.
+    """Log-probabilities of the tokens of rows with companions in the rows' own logits.
 
     Attributes:
         rows: int64 [m] on the host; indices into the batch.
@@ -58,7 +58,7 @@ class SamplerOutput:
         max_logits: [n] on the device; the largest logit that each row could choose from. Not finite if the row has
         failed. gathered_logprobs: Log-probabilities, if requested.
         failures: Known errors, by index into the batch.
-        conditional_logprobs: Of guided rows, if requested.
+        conditional_logprobs: Of rows with companions, if requested.
         num_rows: Rows of the batch, if more were computed as padding; None for all of `token_ids`.
     """
 

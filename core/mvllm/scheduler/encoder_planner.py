@@ -82,8 +82,10 @@ class EncoderPlanner:
         Raises:
             RequestError: It cannot, or the spans do not fit the prompt.
         """
-        if request.unconditional_prompt_token_ids is not None:
-            raise _error("guidance_scale cannot be combined with images, audio or embeddings in the prompt. Omit one.")
+        if (pair := request.pair) is not None:
+            raise _error(
+                f"{pair.parameter} cannot be combined with images, audio or embeddings in the prompt. Omit one."
+            )
         stop, num_tokens = 0, len(request.prompt_token_ids)
         for item in request.items:
             self._check_item(item, stop, num_tokens)

@@ -113,7 +113,7 @@ class Request:
             tokens of each.
         companion: The other side of a request pair, see `request_pairs.py`.
         primary: Of a companion: the request that is listed.
-        conditional_logprobs: Of tokens not sent yet, for guided requests with `logprobs`.
+        conditional_logprobs: Of tokens not sent yet, for requests with a companion and `logprobs`.
         items: Images, audio and embeddings of its prompt.
         items_end: First position behind the last of them; 0 without any.
         plain_from: From this position on it needs neither items nor a companion to be planned.

@@ -91,7 +91,7 @@ class RequestLists:
         pending_outputs: Final outputs of requests that ended outside of a step, for the next results.
         num_prompt_logprobs: How many return prompt log-probabilities.
         num_grammars: How many have a grammar.
-        num_guided: How many have a companion.
+        num_pairs: How many have a companion.
         num_with_items: How many have images, audio or embeddings.
         num_swapped: How many are swapped.
         listeners: Called when requests end.
@@ -108,7 +108,7 @@ class RequestLists:
         self.pending_outputs: list[EngineCoreOutput] = []
         self.num_prompt_logprobs = 0
         self.num_grammars = 0
-        self.num_guided = 0
+        self.num_pairs = 0
         self.num_with_items = 0
         self.num_swapped = 0
         self.listeners: list[RequestListener] = []
@@ -117,7 +117,7 @@ class RequestLists:
         """Adds a new request. With `structured_outputs` it is blocked until `start_grammar`."""
         self.by_id[request.request_id] = request
         self.num_prompt_logprobs += request.prompt_logprobs is not None
-        self.num_guided += request.companion is not None
+        self.num_pairs += request.companion is not None
         self.num_with_items += bool(request.items)
         if request.data.sampling_params.structured_outputs is None:
             self.waiting.push(request)
@@ -281,7 +281,7 @@ class RequestLists:
             side.status = RequestStatus.FINISHED
         self.num_prompt_logprobs -= request.data.sampling_params.prompt_logprobs is not None
         self.num_grammars -= request.grammar is not None
-        self.num_guided -= request.companion is not None
+        self.num_pairs -= request.companion is not None
         self.num_with_items -= bool(request.items)
         request.grammar = None
         del self.by_id[request.request_id]
@@ -314,7 +314,7 @@ class RequestLists:
         assert self.num_swapped == sum(request.is_swapped for request in requests)
         assert self.num_grammars == sum(request.grammar is not None for request in requests)
         assert self.num_with_items == sum(bool(request.items) for request in requests)
-        assert self.num_guided == sum(request.companion is not None for request in requests)
+        assert self.num_pairs == sum(request.companion is not None for request in requests)
 
 
 def _check_request(request: Request) -> None:

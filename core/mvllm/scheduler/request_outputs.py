@@ -31,6 +31,8 @@ def new_request_data(request: Request, num_computed_tokens: int) -> NewRequestDa
         lora_request=data.lora_request,
         guided_row=None if request.primary is None else request.primary.row,
         items=[_span_of(item) for item in request.items] if request.items else [],
+        combiner="" if data.pair is None or request.primary is None else data.pair.combiner,
+        combiner_settings=b"" if data.pair is None or request.primary is None else data.pair.settings,
     )
 
 

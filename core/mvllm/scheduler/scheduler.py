@@ -33,12 +33,17 @@ from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler.config_checks import check_scheduler_config
 from mvllm.scheduler.encoder_planner import EncoderPlanner, check_items, num_skipped_positions
 from mvllm.scheduler.grammar_masks import masks_of_batch
-from mvllm.scheduler.guidance import add_companion, check_guided, companion_data
 from mvllm.scheduler.kv_loads import KVLoads
 from mvllm.scheduler.request import RESTARTED, Grammar, Request, RequestStatus
 from mvllm.scheduler.request_lists import RequestLists
 from mvllm.scheduler.request_outputs import collect_logprobs, count_draft_tokens, final_output, make_output
-from mvllm.scheduler.request_pairs import num_companion_tokens, pairs_sampled_apart
+from mvllm.scheduler.request_pairs import (
+    add_companion,
+    check_pair,
+    companion_data,
+    num_companion_tokens,
+    pairs_sampled_apart,
+)
 from mvllm.scheduler.step import Step
 from mvllm.scheduler.step_planner import StepPlanner
 from mvllm.scheduler.step_time_model import StepTimeModel
@@ -206,16 +211,15 @@ class Scheduler:
                 f"max_model_len={self._max_model_len}.",
                 parameter="prompt",
             )
-        is_guided = request.unconditional_prompt_token_ids is not None
-        if is_guided:
-            check_guided(request, self._config, self._max_model_len)
+        if request.pair is not None:
+            check_pair(request, self._config, self._max_model_len)
         if request.items:
             check_items(self._encoders, request)
         order = (request.priority if self._config.policy == "priority" else 0, self._num_added)
         self._num_added += 1
         longest = self._max_model_len - num_skipped_positions(request)
         added = Request(request, self._make_table(request), order, longest)
-        if is_guided:
+        if request.pair is not None:
             data = companion_data(request)
             add_companion(added, data, self._make_table(data), self._max_model_len)
         self.requests.add(added)
@@ -426,7 +430,7 @@ class Scheduler:
             collect_logprobs(batch, starts, output)
         if output.pooler_output:
             self._finish_pooled(batch, output.pooler_output, outputs)
-        has_pairs = self.requests.num_guided > 0
+        has_pairs = self.requests.num_pairs > 0
         if has_pairs:
             self._fail_pairs_sampled_apart(batch, tokens)
         ended, failed = self._append_tokens(batch, tokens, output.further_token_ids, outputs)
@@ -521,8 +525,9 @@ class Scheduler:
 
     def _fail_pairs_sampled_apart(self, batch: list[Request], tokens: list[int]) -> None:
         for request in pairs_sampled_apart(batch, tokens):
-            message = "The platform's worker does not support guidance: it sampled the two rows of a request apart."
-            self.requests.fail(request, message, "guidance_scale")
+            parameter = None if request.data.pair is None else request.data.pair.parameter
+            message = f"The platform's worker does not support {parameter}: it sampled the two rows of a request apart."
+            self.requests.fail(request, message, parameter)
 
     def _store_drafts(self, batch: list[Request], drafts: dict[int, list[int]]) -> None:
         """Stores draft tokens, by position in the batch, for the next plans of their requests."""

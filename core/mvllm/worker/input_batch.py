@@ -23,9 +23,9 @@ from mvllm.pooling.pooler import PoolingState
 from mvllm.sampling.logits_processor import RowTokens
 from mvllm.sampling.sampling_state import SamplingState
 from mvllm.sampling.token_history import TokenHistory
-from mvllm.worker.guidance import GuidedRows
 from mvllm.worker.item_rows import ItemRows
 from mvllm.worker.non_causal_spans import NonCausalSpans
+from mvllm.worker.request_pairs import PairRows
 from mvllm.worker.space_logits import RowSpaces
 
 
@@ -61,7 +61,7 @@ class InputBatch:
         prompt_logprobs: Row to the requested number, for requests with `prompt_logprobs`.
         pooling: Pooling requests; their rows never sample.
         lora_ids: int64 [max_rows]; LoRA adapter of the row's request, 0 for none.
-        guidance: Which rows are pairs.
+        pairs: Which rows are pairs.
         spaces: The token spaces of the rows.
         non_causal_spans: Spans of the rows' prompts that attend in both directions.
         items: Where the images, audio and embeddings of the rows stand.
@@ -88,7 +88,7 @@ class InputBatch:
         self.prompt_logprobs: dict[int, int] = {}
         self.pooling = PoolingState()
         self.lora_ids = np.zeros(max_rows, dtype=np.int64)
-        self.guidance = GuidedRows(max_rows)
+        self.pairs = PairRows(max_rows)
         self.spaces = RowSpaces(max_rows, list(space_names))
         self.non_causal_spans = NonCausalSpans()
         self._has_non_causal_spans = has_non_causal_spans
@@ -138,7 +138,7 @@ class InputBatch:
             plan: The step's plan, which was applied.
             sampling_rows: int [S]: the rows that sample.
         """
-        if self.prompt_logprobs or self.pooling.params or self.guidance.num_pairs or plan.mask_rows:
+        if self.prompt_logprobs or self.pooling.params or self.pairs.num_pairs or plan.mask_rows:
             return False
         return len(sampling_rows) > 0 and not plan.masks_follow and self.sampling.samples_greedily(sampling_rows)
 
@@ -178,7 +178,7 @@ class InputBatch:
             self.prompt_logprobs[row] = params.prompt_logprobs
         self.pooling.set_row(row, request.pooling_params)
         self.spaces.set_row(row, params.token_space)
-        self.guidance.set_row(row, params.guidance_scale, request.guided_row)
+        self.pairs.set_row(request)
         if request.items:
             self.items.set_row(row, request.items)
             if self._has_non_causal_spans:
@@ -200,7 +200,7 @@ class InputBatch:
         self.prompt_logprobs.pop(row, None)
         self.pooling.clear_row(row)
         self.lora_ids[row] = 0
-        self.guidance.clear_row(row)
+        self.pairs.clear_row(row)
         self.non_causal_spans.clear_row(row)
         self.items.clear_row(row)
         self.sampling.clear_row(row)

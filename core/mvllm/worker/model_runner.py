@@ -48,7 +48,6 @@ from mvllm.sampling.token_masks import TokenMasks
 from mvllm.worker.encoder_runner import EncoderRunner, StepItemTensors
 from mvllm.worker.garbage import collect_garbage
 from mvllm.worker.greedy_head import Argmax
-from mvllm.worker.guided_sampling import GuidedSampling
 from mvllm.worker.host_blocks import HostBlocks, StepCopies
 from mvllm.worker.inference_mode import in_inference_mode
 from mvllm.worker.input_batch import InputBatch, RowLengths
@@ -56,6 +55,7 @@ from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.model_forward import ModelForward
 from mvllm.worker.model_loader import ModelLoader
 from mvllm.worker.out_of_memory import all_ranks_failed_step, step_out_of_memory_error
+from mvllm.worker.pair_sampling import PairSampling
 from mvllm.worker.pipeline_transport import PipelineTransport
 from mvllm.worker.prompt_logprobs import PromptLogprobsComputer
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
@@ -157,7 +157,7 @@ class ModelRunner:
             filtered_draw=None if filtered_draw.provider == REFERENCE else filtered_draw.function,
         )
         self._sampler = self._make_sampler()
-        self._guided_sampling = GuidedSampling(
+        self._pair_sampling = PairSampling(
             self._runtime,
             partial(self._make_sampler, argmax=float32_argmax),
             self._logsumexp,
@@ -259,7 +259,7 @@ class ModelRunner:
         if on_device:
             self._sampled_token_buffer = SampledTokenBuffer(self._runtime, self.rows.history)
             self._sampler = self._make_sampler(self._inputs.staging)
-        self._guided_sampling.set_rows(self.rows, self._inputs.staging if on_device else None)
+        self._pair_sampling.set_rows(self.rows, self._inputs.staging if on_device else None)
         self._compile_models()
 
     @in_inference_mode
@@ -316,14 +316,14 @@ class ModelRunner:
             CacheError, ModelError: There is no memory for it now. What was there stays.
         """
         if "weights" in tags and not self.loader.is_loaded:
-            samplers = self._sampler, self._guided_sampling
+            samplers = self._sampler, self._pair_sampling
             try:
                 self.load_model()
             except BaseException:
                 self._drop_models()
                 collect_garbage()
                 raise
-            self._sampler, self._guided_sampling = samplers
+            self._sampler, self._pair_sampling = samplers
         if "kv_cache" in tags and self._layers.has_missing_caches:
             try:
                 self._layers.allocate(self._num_blocks, self._block_size)
@@ -578,7 +578,7 @@ class ModelRunner:
         """Samples for the rows that have reached the end of their known tokens."""
         state, history = self.rows.sampling, self.rows.history
         rows, seq_lens = inputs.rows[inputs.sampling_positions], None
-        has_pairs, spaces = self.rows.guidance.num_pairs > 0, self.rows.spaces.of(rows)
+        has_pairs, spaces = self.rows.pairs.num_pairs > 0, self.rows.spaces.of(rows)
         if states is None:
             if not has_pairs and spaces is None and state.samples_greedily(rows):
                 assert self._forward.head is not None
@@ -596,8 +596,8 @@ class ModelRunner:
             state.rows_reading_tokens(rows, history.num_tokens[rows])
         ):
             self._sampled_token_buffer.read_all_steps()  # while the device computes
-        if has_pairs and (pairs := self.rows.guidance.pairs_of(rows)).size:
-            sampled = self._guided_sampling.sample(logits, rows, pairs, masks)
+        if has_pairs and (pairs := self.rows.pairs.pairs_of(rows)).size:
+            sampled = self._pair_sampling.sample(logits, rows, pairs, masks)
         else:
             sampled = self._sampler.sample(logits, rows, state, history, masks=masks, seq_lens=seq_lens)
         del logits  # a lazy tensor that is still referenced becomes an output of the program: not what was warmed up

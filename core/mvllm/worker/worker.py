@@ -18,7 +18,7 @@ from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import HostBlockNeeds, KVCacheNeeds
 from mvllm.worker.host_weights import HostWeights
-from mvllm.worker.image_decoding import decode_images, peak_decode_bytes
+from mvllm.worker.model_calls import call_model
 from mvllm.worker.model_runner import ModelRunner
 from mvllm.worker.weight_updater import WeightUpdater
 
@@ -95,7 +95,7 @@ class Worker:
         runtime = self.runtime
         runtime.synchronize()
         before = runtime.memory()
-        peak = max(self._peak_step_bytes(), self._peak_decode_bytes(), self._peak_encoder_bytes())
+        peak = max(self._peak_step_bytes(), self._peak_call_bytes(), self._peak_encoder_bytes())
         peak += self.runner.encoder_cache_bytes()
         runtime.release_cached_memory()
         utilization = self._config.cache.memory_utilization
@@ -139,14 +139,19 @@ class Worker:
         self.runner.profile(divisor)
         return max(0, runtime.memory().peak_by_me - before)
 
-    def _peak_decode_bytes(self) -> int:
-        """As `_peak_step_bytes`, for decoding an image. Not measured on the host, where it takes seconds."""
-        if self._platform.capabilities.unified_memory:
+    def _peak_call_bytes(self) -> int:
+        """As `_peak_step_bytes`, for a call of the model. Not measured on the host, where it takes seconds."""
+        model, runtime = self.runner.loader.model, self.runtime
+        if self._platform.capabilities.unified_memory or not model.remote_methods:
             return 0
-        return peak_decode_bytes(self.runner.loader.model, self.runtime, self._config.model)
+        runtime.reset_peak_memory()
+        before = runtime.memory().used_by_me
+        model.run_largest_call()
+        runtime.synchronize()
+        return max(0, runtime.memory().peak_by_me - before)
 
     def _peak_encoder_bytes(self) -> int:
-        """As `_peak_decode_bytes`, for encoding the largest item, where the encoder gives one."""
+        """As `_peak_call_bytes`, for encoding the largest item, where the encoder gives one."""
         if self._platform.capabilities.unified_memory:
             return 0
         runtime = self.runtime
@@ -276,8 +281,8 @@ class Worker:
     def abandon_weight_update(self) -> None:
         self.updater.abandon()
 
-    def decode_images(self, codes: bytes, rows: int, columns: int) -> bytes:
-        return decode_images(self.runner.loader.model, self.runtime, codes, rows, columns)
+    def call_model(self, method: str, args: list[Any]) -> Any:
+        return call_model(self.runner.loader.model, method, args)
 
     def check_health(self) -> None:
         self.runtime.health()

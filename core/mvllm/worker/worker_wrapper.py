@@ -41,6 +41,7 @@ _OPTIONAL = frozenset(
         "finish_weight_update",
         "abandon_weight_update",
         "call_extension",
+        "call_model",
         "decode_images",
     }
 )
@@ -90,6 +91,8 @@ class WorkerWrapper:
             raise ConfigError(
                 f"collective_rpc: method must be one of {', '.join(sorted(WORKER_METHODS))}, not {method!r}."
             )
+        if method == "call_model" and not hasattr(self._worker, method) and args[0] in WORKER_METHODS:
+            method, args = args  # a worker class may have the method itself, without a model of core
         if method in _OPTIONAL and not hasattr(self._worker, method):
             raise UnsupportedMethodError(f"{self._name} does not implement the optional method {method!r}.")
         try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from typing import Any
 
 import httpx2
@@ -71,31 +69,6 @@ def test_a_disconnect_aborts_a_beam_search(server: ServerProcess, client: httpx2
     with pytest.raises(httpx2.ReadTimeout):
         client.post(PATH, json=ask, timeout=httpx2.Timeout(30, read=0.05))
     wait_idle(client)
-
-
-def test_a_guided_choice_has_its_log_probabilities_without_guidance(client: httpx2.Client) -> None:
-    guided = {"guidance_scale": 2, "negative_prompt": "The dog", "temperature": 1, "seed": 3, "return_token_ids": True}
-    [found] = choices(client, **guided, logprobs=0)
-    assert len(found["conditional_logprobs"]) == len(found["token_ids"]) == 8
-    whole = [*found["prompt_token_ids"], *found["token_ids"]]
-    [scored] = choices(client, prompt=whole, echo=True, logprobs=0, max_tokens=0)
-    alone = scored["logprobs"]["token_logprobs"][-8:]
-    assert found["conditional_logprobs"] == pytest.approx(alone, abs=0.2)  # in bfloat16
-    assert max(abs(a - b) for a, b in zip(found["logprobs"]["token_logprobs"], alone, strict=True)) > 0.5
-    assert "conditional_logprobs" not in choices(client, **guided)[0]
-    assert "conditional_logprobs" not in choices(client, logprobs=0)[0]
-
-    chat = "/v1/chat/completions"
-    [message] = choices(client, chat, **guided, logprobs=True)
-    assert len(message["conditional_logprobs"]) == len(message["token_ids"]) == len(message["logprobs"]["content"])
-    for path, body, expected in (
-        (PATH, {**STORY, **guided, "logprobs": 0}, found),
-        (chat, {**CHAT, **guided, "logprobs": True}, message),
-    ):
-        lines = client.post(path, json={**body, "stream": True}).text.splitlines()
-        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        parts = [choice.get("conditional_logprobs", []) for chunk in chunks for choice in chunk["choices"]]
-        assert [*itertools.chain(*parts)] == pytest.approx(expected["conditional_logprobs"], abs=1e-4)
 
 
 def test_truncate_prompt_tokens(client: httpx2.Client) -> None:

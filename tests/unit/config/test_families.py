@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from mvllm.errors import ConfigError, ModelError
 from mvllm.models.registry import resolve_model_class
 from mvllm.multimodal.item_families.interface import ItemFamily
 from tests.helpers.plugins import prepend, write_metadata
+from tests.unit.config.folders import LLAMA, write_folder
 
 MODULES = sorted({*families.architectures().values(), *families.model_types().values()})
 
@@ -157,3 +159,50 @@ class TestRecordsOfOtherPackages:
         assert "acme_record" not in sys.modules
         with pytest.raises(ConfigError, match=r"acme-models 0\.1\.0"):
             resolve_model_class("AcmeForCausalLM")
+
+
+TYPES = """
+from mvllm.extension_api.model_families import Architecture, ModelFamily, ModelType, TokenSpace
+
+def drop_table(config, source):
+    config["table"] = len(config["table"])
+
+def read_spaces(config, size, generation):
+    return {"sound": TokenSpace("sound", first=size, size=9)}
+
+FAMILY = ModelFamily(
+    architectures={"AcmeForCausalLM": Architecture("acme_models:Acme", read_spaces=read_spaces)},
+    model_types={
+        "acme": ModelType(
+            "AcmeForCausalLM", text_type="llama", text_defaults={"max_position_embeddings": 77}, simplify=drop_table
+        )
+    },
+)
+"""
+
+
+def test_a_package_reads_a_config_without_architectures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = (
+        "[mvllm.models]\nAcmeForCausalLM = acme_family\n[mvllm.model_types]\nacme = acme_family\nother = acme_family\n"
+    )
+    folder = write_metadata(tmp_path / "site", "acme", points)
+    (folder / "acme_family.py").write_text(TYPES)
+    monkeypatch.delitem(sys.modules, "acme_family", raising=False)
+    prepend(monkeypatch, [str(folder)])
+    model = tmp_path / "model"
+    text = {key: value for key, value in LLAMA.items() if key not in ("max_position_embeddings", "architectures")}
+    write_folder(model, {"model_type": "acme", "table": "x" * 99, "text_config": text})
+    config = build_model_config(model="m", folder=model, tokenizer=None)
+    assert (config.architecture, config.max_model_len) == ("AcmeForCausalLM", 77)
+    assert config.hf_config.get("table") == 99
+    assert config.num_token_ids == config.vocab_size + 9
+    write_folder(model, {**text, "model_type": "other"})
+    with pytest.raises(ModelError, match=r"FAMILY is a ModelFamily of .* that has this model type"):
+        build_model_config(model="m", folder=model, tokenizer=None)
+
+
+def test_a_family_of_a_missing_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
+    write_folder(tmp_path, {**LLAMA, "model_type": "janus"})
+    with pytest.raises(ModelError, match="type 'janus' needs the package mvllm-image-generation"):
+        build_model_config(model="m", folder=tmp_path, tokenizer=None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib
 import inspect
 import re
 import textwrap
@@ -33,16 +34,19 @@ KINDS = {
     "Engines": ("LLM", "AsyncLLM", "LLMEngine", "EngineArgs"),
     "Inputs": (
         *("SamplingParams", "RequestOutputKind", "StructuredOutputsParams", "BeamSearchParams", "PoolingParams"),
-        *("ImageParams", "LoRARequest", "TextPrompt", "TokensPrompt"),
+        *("LoRARequest", "TextPrompt", "TokensPrompt"),
     ),
     "Outputs": (
         *("RequestOutput", "CompletionOutput", "Logprob", "BeamSearchOutput", "PoolingRequestOutput"),
         *("EmbeddingRequestOutput", "ClassificationRequestOutput", "ScoringRequestOutput"),
-        *("ImageRequestOutput", "GeneratedImage"),
     ),
     "Weights": ("SharedMemoryWeights", "WeightTransferGroup", "WeightTransferInfo"),
     "Errors": ("MvllmError", "RequestError", "ConfigError", "ModelError", "PlatformError"),
 }
+
+IMAGES = "mvllm_image_generation"
+IMAGE_NAMES = ("Images", "AsyncImages", "ImageParams", "ImageRequestOutput", "GeneratedImage")
+"""Names of the package mvllm-image-generation, of which `mvllm` exports those that users make or read."""
 
 ALIASES = {"AsyncEngineArgs": "EngineArgs", "AsyncLLMEngine": "AsyncLLM"}
 """Further names of classes."""
@@ -54,6 +58,14 @@ def page() -> str:
     for title, names in KINDS.items():
         parts.append(f"## {title}\n")
         parts += [class_section(name, getattr(mvllm, name)) for name in names]
+    package = importlib.import_module(IMAGES)
+    parts.append("## Image generation\n")
+    text = (
+        "Of the package `mvllm-image-generation`: `llm.images` is an Images, and the `images` of an AsyncLLM an "
+        "AsyncImages. `generate_images` and `decode_images` of both are its methods `generate` and `decode`."
+    )
+    parts.append(textwrap.fill(text, WIDTH) + "\n")
+    parts += [class_section(name, getattr(package, name)) for name in IMAGE_NAMES]
     parts.append("## Other names\n")
     parts += [f"- `{alias}` is `{name}`." for alias, name in ALIASES.items()]
     return "\n".join(parts) + "\n"

@@ -9,7 +9,14 @@ from tests.unit.docs import cli_page, metrics_page, python_api_page
 from tests.unit.docs.every_part import documented_commands, needs_every_part
 
 
-@pytest.mark.parametrize("generator", [pytest.param(cli_page, marks=needs_every_part), metrics_page, python_api_page])
+@pytest.mark.parametrize(
+    "generator",
+    [
+        pytest.param(cli_page, marks=needs_every_part),
+        metrics_page,
+        pytest.param(python_api_page, marks=needs_every_part),
+    ],
+)
 def test_a_generated_page_is_up_to_date(generator) -> None:
     assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), f"run: python -m {generator.__name__}"
 

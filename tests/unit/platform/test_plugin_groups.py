@@ -27,6 +27,7 @@ from tests.unit.engine.builders import make_config
 GROUPS = {
     "mvllm.checkpoint_formats": "acme",
     "mvllm.models": "AcmeForCausalLM",
+    "mvllm.model_types": "acme",
     "mvllm.quantization": "acme",
     "mvllm.executors": "acme",
     "mvllm.op_providers": "acme",
@@ -38,8 +39,11 @@ GROUPS = {
     "mvllm.foreign_keywords": "acme",
     "mvllm.http": "acme",
     "mvllm.logits_processors": "acme",
+    "mvllm.request_pairs": "acme",
+    "mvllm.logits_combiners": "acme",
     "mvllm.kv_connectors": "acme",
     "mvllm.aliases": "acme",
+    "mvllm.engine_methods": "acme",
     "mvllm.serve": "acme",
 }
 

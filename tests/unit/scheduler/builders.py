@@ -17,14 +17,21 @@ from mvllm.kv_transfer.connectors import KVConnectors
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.multimodal import MultiModalItem
 from mvllm.messages.pooling_params import PoolingParams, PoolingType
-from mvllm.messages.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, PositionLogprobs
+from mvllm.messages.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, PositionLogprobs, RequestPair
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler.encoder_planner import EncoderPlanner
 from mvllm.scheduler.request import Request
 from mvllm.scheduler.scheduler import Scheduler
 from mvllm.scheduler.swapping import NO_COSTS, CopyCosts
-from tests.unit.scheduler.fake_runner import GROUP, FakeRunner, fingerprints, first_print
+from tests.unit.scheduler.fake_runner import (
+    COMBINER,
+    COMBINER_SETTINGS,
+    GROUP,
+    FakeRunner,
+    fingerprints,
+    first_print,
+)
 from tests.unit.scheduler.state_runner import StateRunner
 
 _names = itertools.count()
@@ -116,6 +123,16 @@ def make_encoders(
     )
 
 
+def make_pair(prompt: list[int]) -> RequestPair:
+    """A companion whose logits FakeRunner combines with those of its request."""
+    return RequestPair(COMBINER, prompt, COMBINER_SETTINGS, parameter="scale", prompt_parameter="other_prompt")
+
+
+def companion_prompt(request: EngineCoreRequest) -> list[int] | None:
+    """The prompt of a request's companion; None without one."""
+    return None if request.pair is None else request.pair.prompt_token_ids
+
+
 def make_request(
     prompt: int | list[int] = 6,
     *,
@@ -127,7 +144,7 @@ def make_request(
     lora_int_id: int = 0,
     kv_transfer_params: dict | None = None,
     pooling: PoolingType | None = None,
-    unconditional: list[int] | None = None,
+    companion: list[int] | None = None,
     items: list[MultiModalItem] | None = None,
     **params: object,
 ) -> EngineCoreRequest:
@@ -144,7 +161,7 @@ def make_request(
         cache_salt=cache_salt,
         sibling_group=sibling_group,
         pooling_params=None if pooling is None else PoolingParams(pooling_type=pooling, normalize=True),
-        unconditional_prompt_token_ids=unconditional,
+        pair=None if companion is None else make_pair(companion),
         kv_transfer_params=kv_transfer_params,
         items=items or [],
         lora_request=LoRARequest(f"adapter-{lora_int_id}", lora_int_id, f"/adapters/{lora_int_id}")

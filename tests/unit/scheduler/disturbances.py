@@ -35,7 +35,7 @@ def disturb(
         scheduler.check_integrity()
     elif action == "fail" and added:
         name = f"r{dice.randrange(len(added))}"
-        engine.runner.failing.add(name if dice.random() < 0.8 else f"{name} (unconditional)")
+        engine.runner.failing.add(name if dice.random() < 0.8 else f"{name} (companion)")
     elif action == "lose":
         engine.runner.steps_without_memory.add(scheduler.next_step + dice.randrange(2))
     elif action == "reset":

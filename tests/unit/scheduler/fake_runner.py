@@ -11,13 +11,8 @@ A step without memory writes nothing. A request that reads a slot that this step
 `WRONG_TOKEN` and writes garbage, which must have no effect. The same holds for rows that compute without a missing
 adapter.
 
-The token of a guided row depends on its own fingerprints and on those of its companion. Both must sample in the same
-step, and get the same token.
-
-A plan's copies between blocks and host blocks come first, also in a step that fails.
-
-Draft tokens are computed and written like known tokens; rejected ones are dropped. A draft model's writes ahead are
-garbage in every slot after the known tokens: any other reader of such a slot fails.
+The token of a row with a companion depends on the fingerprints of both. Both must sample in the same step, and get the
+same token.
 """
 
 from __future__ import annotations
@@ -29,6 +24,9 @@ from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 VOCAB_SIZE = 50
+
+COMBINER, COMBINER_SETTINGS = "test", b"settings"
+"""What companions name, see `pair_token`."""
 
 GROUP = 1 << 40
 """Difference between the fingerprints of two groups of layers."""
@@ -59,9 +57,9 @@ def next_token(fingerprint: int) -> int:
     return fingerprint // 17 % VOCAB_SIZE
 
 
-def guided_token(conditional: int, unconditional: int) -> int:
+def pair_token(own: int, other: int) -> int:
     """The token of a pair with these fingerprints."""
-    return next_token(3 * conditional + unconditional)
+    return next_token(3 * own + other)
 
 
 def first_print(lora_int_id: int) -> int:
@@ -75,18 +73,18 @@ def expected_tokens(
     eos: list[int],
     max_model_len: int,
     lora_int_id: int = 0,
-    unconditional: list[int] | None = None,
+    companion: list[int] | None = None,
 ) -> list[int]:
     """The tokens that a request generates, independent of the schedule."""
     tokens, start = list(prompt), first_print(lora_int_id)
-    longest = max_model_len - max(0, len(unconditional or []) - len(prompt))
+    longest = max_model_len - max(0, len(companion or []) - len(prompt))
     stops = {*([] if params.ignore_eos else eos), *(params.stop_token_ids or [])}
     while True:
         own = fingerprints(tokens, start)[-1]
-        if unconditional is None:
+        if companion is None:
             tokens.append(next_token(own))
         else:
-            tokens.append(guided_token(own, fingerprints(unconditional + tokens[len(prompt) :], start)[-1]))
+            tokens.append(pair_token(own, fingerprints(companion + tokens[len(prompt) :], start)[-1]))
         num_output = len(tokens) - len(prompt)
         if tokens[-1] in stops and num_output >= params.min_tokens:
             break
@@ -193,6 +191,9 @@ class FakeRunner:
         for row, state in self.rows.items():
             if state.data.guided_row is not None:
                 assert (row in sampling) == (state.data.guided_row in sampling), "one side of a pair samples alone"
+                assert (state.data.combiner, state.data.combiner_settings) == (COMBINER, COMBINER_SETTINGS)
+            else:
+                assert not state.data.combiner, "only companions have a combiner"
         for position, (row, count) in enumerate(zip(plan.rows, plan.num_scheduled_tokens, strict=True)):
             self._read_and_sample(position, self.rows[row], count, output)
         for data in plan.new_requests:
@@ -222,7 +223,7 @@ class FakeRunner:
         for row in [row for row in plan.rows if row in sampling and self.rows[row].data.guided_row is not None]:
             companion, primary = self.rows[row], self.rows[self.rows[row].data.guided_row]
             sides = plan.rows.index(primary.data.row), plan.rows.index(row)
-            token = guided_token(primary.prints[-1], companion.prints[-1])
+            token = pair_token(primary.prints[-1], companion.prints[-1])
             if not output.errors.keys().isdisjoint(sides):
                 token = -1
             elif primary.reads_garbage or companion.reads_garbage:

@@ -44,7 +44,7 @@ def test_policies_that_would_admit_everything_are_not_asked(monkeypatch: pytest.
     scheduler.schedule()
     assert asked == ["LongPromptTurns", "LongPromptShares"]
     asked.clear()
-    scheduler.add_request(make_request(unconditional=[1, 2]))
+    scheduler.add_request(make_request(companion=[1, 2]))
     scheduler.schedule()
     assert asked == ["LongPromptTurns", "PairRows", "LongPromptShares"]
 

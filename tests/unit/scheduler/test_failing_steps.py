@@ -12,7 +12,7 @@ from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.requests import NOTHING_TO_SAMPLE, FinishReason
 from mvllm.messages.sampling_params import RequestOutputKind
 from mvllm.scheduler.request import RequestStatus
-from tests.unit.scheduler.builders import Engine, make_request, make_scheduler
+from tests.unit.scheduler.builders import Engine, companion_prompt, make_request, make_scheduler
 from tests.unit.scheduler.fake_runner import expected_tokens, logprobs_of, vector_of
 
 MAX_MODEL_LEN = 48
@@ -27,7 +27,7 @@ def tokens_of(request) -> list[int]:
         request.eos_token_ids,
         MAX_MODEL_LEN,
         adapter,
-        request.unconditional_prompt_token_ids,
+        companion_prompt(request),
     )
 
 
@@ -299,7 +299,7 @@ traffic = st.fixed_dictionaries(
         "logprobs": st.sampled_from([None, 1]),
         "prompt_logprobs": st.sampled_from([None, None, None, 1]),
         "output_kind": st.sampled_from(list(RequestOutputKind)),
-        "unconditional": st.sampled_from([None, None, PROMPT[:5], PROMPT, [3] * 7]),
+        "companion": st.sampled_from([None, None, PROMPT[:5], PROMPT, [3] * 7]),
     }
 )
 
@@ -310,7 +310,7 @@ events = st.lists(
         st.tuples(st.just("no memory, add and step"), traffic),
         st.tuples(st.just("step"), st.integers(1, 3)),
         st.tuples(st.just("abort"), st.integers(0, 12)),
-        st.tuples(st.just("not a number"), st.integers(0, 25)),  # from 13 on, the unconditional side of a request
+        st.tuples(st.just("not a number"), st.integers(0, 25)),  # from 13 on, the companion of a request
         st.tuples(st.just("adapter goes"), st.integers(1, 2)),
         st.tuples(st.just("adapter comes"), st.integers(1, 2)),
     ),
@@ -338,7 +338,7 @@ def test_after_any_failure_other_requests_give_correct_tokens_and_hashes_are_val
             added.append(make_request(**argument, request_id=f"r{len(added)}"))
             limits_of_step = scheduler._config.max_num_seqs, scheduler._config.max_num_batched_tokens
             if min(limits_of_step) < 2 or "num_speculative_tokens" in way:
-                added[-1].unconditional_prompt_token_ids = None
+                added[-1].pair = None
             engine.add(added[-1])
         if "step" in event:
             for _ in range(argument if event == "step" else 1):
@@ -350,7 +350,7 @@ def test_after_any_failure_other_requests_give_correct_tokens_and_hashes_are_val
             scheduler.abort_requests([f"r{argument}"])
             scheduler.check_integrity()
         elif event == "not a number":
-            runner.failing.add(f"r{argument}" if argument < 13 else f"r{argument - 13} (unconditional)")
+            runner.failing.add(f"r{argument}" if argument < 13 else f"r{argument - 13} (companion)")
         elif event == "adapter goes":
             runner.missing_adapters.add(argument)
         elif event == "adapter comes":

@@ -257,9 +257,9 @@ def test_without_chunks_all_items_of_a_prompt_must_fit_into_one_step() -> None:
     assert [result.token_ids for result in engine.run(*requests)] == list(map(expected, requests))
 
 
-def test_guidance_and_text_only_engines_refuse_items() -> None:
-    request = prompt_with(6, ("cat", 4), 3, unconditional=[1])
-    with pytest.raises(RequestError, match="guidance_scale cannot be combined with images"):
+def test_pairs_and_text_only_engines_refuse_items() -> None:
+    request = prompt_with(6, ("cat", 4), 3, companion=[1])
+    with pytest.raises(RequestError, match="scale cannot be combined with images"):
         make_engine().scheduler.add_request(request)
     with pytest.raises(RequestError, match="text only"):
         make_scheduler().add_request(prompt_with(6, ("cat", 4), 3))

@@ -90,7 +90,7 @@ class Limits:
         return engine
 
     @property
-    def can_guide(self) -> bool:
+    def can_pair(self) -> bool:
         has_room = self.max_num_seqs > 1 and (not self.has_states or self.num_state_slots > 2)
         return self.enable_chunked_prefill and has_room and not self.has_drafts
 

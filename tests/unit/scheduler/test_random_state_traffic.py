@@ -68,7 +68,7 @@ class Limits:
         return engine
 
     @property
-    def can_guide(self) -> bool:
+    def can_pair(self) -> bool:
         has_room = self.max_num_seqs > 1 and self.num_state_slots > 2
         return self.enable_chunked_prefill and has_room and not self.has_drafts
 
@@ -80,9 +80,9 @@ def random_request(dice: random.Random, number: int, prompts: list[list[int]], l
         prompt = earlier[: dice.randint(1, len(earlier))] + prompt[: dice.randint(0, 4)]
     prompt = prompt[:26]
     prompts.append(prompt)
-    unconditional = None
-    if limits.can_guide and dice.random() < 0.15:
-        unconditional = dice.choice(prompts)[: dice.randint(1, 20)]
+    companion = None
+    if limits.can_pair and dice.random() < 0.15:
+        companion = dice.choice(prompts)[: dice.randint(1, 20)]
     return make_request(
         prompt,
         request_id=f"r{number}",
@@ -92,7 +92,7 @@ def random_request(dice: random.Random, number: int, prompts: list[list[int]], l
         cache_salt=dice.choice([None, None, None, "a"]),
         sibling_group=dice.choice([None, None, f"g{number // 4}"]),
         prompt_logprobs=dice.choice([None, None, None, None, 1]),
-        unconditional=unconditional,
+        companion=companion,
     )
 
 

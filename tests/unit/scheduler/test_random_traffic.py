@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mvllm.errors import RequestError
 from mvllm.messages.requests import FinishReason
 from mvllm.messages.sampling_params import RequestOutputKind
-from tests.unit.scheduler.builders import Engine, make_request, make_scheduler
+from tests.unit.scheduler.builders import Engine, companion_prompt, make_request, make_scheduler
 from tests.unit.scheduler.fake_runner import expected_tokens, logprobs_of
 
 MAX_MODEL_LEN = 32
@@ -41,8 +41,8 @@ class Limits:
         least = 0 if self.enable_chunked_prefill else MAX_MODEL_LEN
         return max(self.max_num_batched_tokens, least)
 
-    def can_guide(self, request) -> bool:
-        prompts = request.prompt_token_ids, request.unconditional_prompt_token_ids
+    def can_pair(self, request) -> bool:
+        prompts = request.prompt_token_ids, companion_prompt(request)
         room = MAX_MODEL_LEN - max(map(len, prompts))
         longest = sum(map(len, prompts)) + 2 * min(room, request.sampling_params.max_tokens or room)
         fits = self.enable_chunked_prefill or longest <= self.num_batched_tokens
@@ -86,7 +86,7 @@ requests = st.fixed_dictionaries(
         "logprobs": st.sampled_from([None, 1]),
         "prompt_logprobs": st.sampled_from([None, None, 1]),
         "output_kind": st.sampled_from(list(RequestOutputKind)),
-        "unconditional": st.one_of(
+        "companion": st.one_of(
             st.none(), st.none(), st.lists(st.sampled_from([1, 1, 1, 1, 2]), min_size=1, max_size=24)
         ),
     }
@@ -97,7 +97,7 @@ actions = st.lists(
         st.tuples(st.just("add"), requests),
         st.tuples(st.just("step"), st.integers(1, 4)),
         st.tuples(st.just("abort"), st.integers(0, 30)),
-        st.tuples(st.just("fail"), st.integers(0, 61)),  # from 31 on, the unconditional side of a request
+        st.tuples(st.just("fail"), st.integers(0, 61)),  # from 31 on, the companion of a request
     ),
     max_size=40,
 )
@@ -111,10 +111,10 @@ def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, actions):
         name = f"r{argument % 31}" if isinstance(argument, int) else ""
         if action == "add":
             request = make_request(**argument, request_id=f"r{len(added)}")
-            if request.unconditional_prompt_token_ids is not None and not limits.can_guide(request):
-                with pytest.raises(RequestError, match=r"guidance_scale|chunked prefill"):
+            if request.pair is not None and not limits.can_pair(request):
+                with pytest.raises(RequestError, match=r"^scale needs two rows|chunked prefill"):
                     engine.scheduler.add_request(request)
-                request.unconditional_prompt_token_ids = None
+                request.pair = None
             added[request.request_id] = request
             engine.add(request)
         elif action == "step":
@@ -126,10 +126,10 @@ def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, actions):
             engine.scheduler.abort_requests([name])
             engine.scheduler.check_integrity()
         elif action == "fail":
-            engine.runner.failing.add(name if argument < 31 else f"{name} (unconditional)")
+            engine.runner.failing.add(name if argument < 31 else f"{name} (companion)")
     engine.run()
 
-    any_failed = bool({name.removesuffix(" (unconditional)") for name in engine.runner.failing} & added.keys())
+    any_failed = bool({name.removesuffix(" (companion)") for name in engine.runner.failing} & added.keys())
     for name, request in added.items():
         check_result(engine, request, limits, ended_early=name in aborted, may_fail=any_failed)
     assert engine.scheduler.make_stats().kv_cache_usage == 0.0
@@ -146,11 +146,11 @@ def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, actions):
 def check_result(engine, request, limits, *, ended_early, may_fail):
     result = engine.results[request.request_id]
     params = request.sampling_params
-    unconditional = request.unconditional_prompt_token_ids
+    companion = companion_prompt(request)
     expected = expected_tokens(
-        request.prompt_token_ids, params, request.eos_token_ids, MAX_MODEL_LEN, unconditional=unconditional
+        request.prompt_token_ids, params, request.eos_token_ids, MAX_MODEL_LEN, companion=companion
     )
-    prompts = [request.prompt_token_ids] if unconditional is None else [request.prompt_token_ids, unconditional]
+    prompts = [request.prompt_token_ids] if companion is None else [request.prompt_token_ids, companion]
     if ended_early:
         assert result.finish_reason is None
         assert result.token_ids == expected[: len(result.token_ids)]
@@ -167,7 +167,7 @@ def check_result(engine, request, limits, *, ended_early, may_fail):
     assert result.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
     if params.logprobs is not None:
         assert result.logprobs == [logprobs_of(token) for token in expected]
-        assert result.conditional_logprobs == ([] if unconditional is None else [-0.5 * token for token in expected])
+        assert result.conditional_logprobs == ([] if companion is None else [-0.5 * token for token in expected])
     if params.prompt_logprobs is not None:
         assert result.prompt_logprobs == [logprobs_of(token) for token in request.prompt_token_ids[1:]]
     if params.output_kind is RequestOutputKind.FINAL_ONLY:

@@ -90,7 +90,7 @@ def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, draft_settin
     for action, argument in actions:
         name = f"r{argument}" if isinstance(argument, int) else ""
         if action == "add":
-            request = make_request(**argument | {"unconditional": None}, request_id=f"r{len(added)}")
+            request = make_request(**argument | {"companion": None}, request_id=f"r{len(added)}")
             added[request.request_id] = request
             engine.add(request)
         elif action == "step":

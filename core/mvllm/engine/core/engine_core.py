@@ -39,9 +39,9 @@ from mvllm.kv_cache.null_kv_cache_manager import NullKVCacheManager
 from mvllm.kv_cache.state_kv_cache_manager import StateKVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.commands import (
+    CallModel,
     CallWorkers,
     CheckHealth,
-    DecodeImages,
     EngineCommand,
     ResetEncoderCache,
     ResetPrefixCache,
@@ -163,9 +163,8 @@ class EngineCore:
             self._lora.require()
         if key := self._position_key(len(request.prompt_token_ids)):
             request = msgspec.structs.replace(request, position_key=key)
-        if request.unconditional_prompt_token_ids is not None:
-            key = self._position_key(len(request.unconditional_prompt_token_ids))
-            request = msgspec.structs.replace(request, unconditional_position_key=key)
+        if (pair := request.pair) is not None and (key := self._position_key(len(pair.prompt_token_ids))):
+            request = msgspec.structs.replace(request, pair=msgspec.structs.replace(pair, position_key=key))
         if request.sibling_group is not None and not self._supports_prefix_caching:
             request = msgspec.structs.replace(request, sibling_group=None)
         self.scheduler.add_request(request)
@@ -276,22 +275,22 @@ class EngineCore:
         self._steps.collect_all()
         return self._executor.collective_rpc("call_extension", (method, args, kwargs))
 
-    @answers(DecodeImages)
-    def decode_images(self, codes: bytes, rows: int, columns: int) -> bytes:
-        """Decodes images between two steps, see `WorkerProtocol.decode_images`.
+    @answers(CallModel)
+    def call_model(self, method: str, args: list[Any]) -> Any:
+        """Calls a method of the model between two steps, see `WorkerProtocol.call_model`.
 
         Raises:
             EngineSleepingError: The weights sleep.
-            RequestError: The model generates no images, or a code does not exist.
+            RequestError: The model has no such method, an argument is not valid, or no rank of this process answers.
         """
-        self._memory.require_weights("decoding images")
+        self._memory.require_weights(f"calling {method}")
         self._steps.collect_all()
-        for pixels in self._executor.collective_rpc("decode_images", (codes, rows, columns)):
-            if pixels:
-                return bytes(pixels)
+        for result in self._executor.collective_rpc("call_model", (method, args)):
+            if result not in (None, b""):
+                return result
         raise RequestError(
-            "The rank in this process has no pixel decoder, and with external_launcher each process calls its own rank "
-            "only. Decode on the first rank of the last pipeline stage."
+            f"The rank in this process does not answer {method}, and with external_launcher each process calls its own "
+            "rank only. Call it on the first rank of the last pipeline stage."
         )
 
     @answers(ResetPrefixCache)

@@ -33,7 +33,7 @@ class ReleasedMemory:
     def require_weights(self, purpose: str) -> None:
         """
         Args:
-            purpose: What needs them: "decoding images".
+            purpose: What needs them: "calling decode_images".
 
         Raises:
             EngineSleepingError: The weights sleep.

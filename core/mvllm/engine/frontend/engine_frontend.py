@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Generic, TypeVar, cast
 
 from mvllm.config.engine_config import EngineConfig, with_max_model_len
 from mvllm.config.model import ModelConfig
 from mvllm.config.tokenizer_check import check_tokenizer
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
-from mvllm.engine.frontend.image_requests import ImageRequests
+from mvllm.engine.engine_methods import AddedMethods
 from mvllm.engine.frontend.input_processor import InputProcessor
 from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
 from mvllm.engine.frontend.output_processor import OutputProcessor
@@ -39,7 +38,7 @@ Client = TypeVar("Client", bound=CoreClientProperties)
 MakeClient = Callable[[EngineConfig, ChosenPlatform, Callable[[EngineConfig], None]], Client]
 
 
-class EngineFrontend(Generic[Client]):
+class EngineFrontend(AddedMethods, Generic[Client]):
     """Starts an engine core and loads what the front end needs, at the same time if the core has its own process.
 
     Args:
@@ -109,15 +108,6 @@ class EngineFrontend(Generic[Client]):
     def model_config(self) -> ModelConfig:
         """The model's configuration in use."""
         return self.config.model
-
-    @cached_property
-    def image_requests(self) -> ImageRequests:
-        """Converts requests for images.
-
-        Raises:
-            RequestError: The model generates no images.
-        """
-        return ImageRequests(self.config.model, self._tokenizer)
 
     @property
     def platform_summary(self) -> str:

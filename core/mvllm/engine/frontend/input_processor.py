@@ -17,7 +17,6 @@ import msgspec
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.token_spaces import TokenSpace
 from mvllm.engine.frontend.bad_words import bad_word_token_ids
-from mvllm.engine.frontend.guidance import GuidanceProcessor
 from mvllm.engine.frontend.length_advice import longer_sequences
 from mvllm.engine.frontend.prompt_items import (
     ITEM_KEYS,
@@ -40,7 +39,9 @@ from mvllm.engine.frontend.request_checks import (
     check_priority,
     check_request_id,
 )
+from mvllm.engine.frontend.request_pairs import PairContext, PairRequestsOfEngine, make_pair
 from mvllm.engine.frontend.thinking_tags import fit_thinking_to_prompt, thinking_tokens_of
+from mvllm.engine.frontend.token_spaces import complete_space_params, space_of
 from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars
 from mvllm.errors import RequestError
 from mvllm.messages.field_checks import describe_value
@@ -48,7 +49,7 @@ from mvllm.messages.inputs import ExpandedPrompt, PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.multimodal import MultiModalItem
 from mvllm.messages.pooling_params import PoolingParams
-from mvllm.messages.requests import EngineCoreRequest
+from mvllm.messages.requests import EngineCoreRequest, RequestPair
 from mvllm.messages.sampling_params import SamplingParams, validate_for_model
 from mvllm.messages.thinking import DEFAULT_TAGS
 from mvllm.multimodal.item_memory import ItemLease
@@ -136,7 +137,8 @@ class InputProcessor:
         self._num_token_ids = config.model.num_token_ids
         self._eos_token_ids = self._end_token_ids()
         self._processor_classes = processor_classes(config.logits_processors)
-        self._guidance = GuidanceProcessor(config, tokenizer, self._check_token_ids, self._check_length)
+        self._has_drafts = config.speculative is not None
+        self._pairs = PairRequestsOfEngine(PairContext(config, tokenizer, self._check_token_ids, self._check_length))
 
     def default_params(self) -> SamplingParams:
         """The sampling parameters of the model's generation_config.json."""
@@ -198,7 +200,7 @@ class InputProcessor:
         self._tokenize(parts)
         processed = []
         checked: dict[int, SamplingParams] = {}  # params shared by many prompts are checked once
-        negative: dict[int, list[int] | None] = {}
+        shared: dict[int, list[int] | None] = {}  # prompts of companions
         for i, part in enumerate(parts):
             chosen = params[i]
             if chosen is None:
@@ -207,19 +209,16 @@ class InputProcessor:
                 validated = copy.copy(checked[id(chosen)])
             else:
                 validated = checked[id(chosen)] = self._check_for_prompt(i, prompts, self._check_params, chosen)
-            unconditional = None
-            if validated.is_guided:
-                if id(chosen) not in negative:
-                    check = self._guidance.negative_token_ids
-                    negative[id(chosen)] = self._check_for_prompt(i, prompts, check, validated)
-                unconditional = negative[id(chosen)]
-                if unconditional is None:
-                    default = self._guidance.default_token_ids
-                    unconditional = self._check_for_prompt(i, prompts, default, validated, part.token_ids or [])
+            pair, kind = None, self._pairs.kind_of(validated)
+            if kind is not None:
+                if id(chosen) not in shared:
+                    shared[id(chosen)] = self._check_for_prompt(i, prompts, kind.shared_prompt, validated)
+                arguments = kind, validated, part.token_ids or [], shared[id(chosen)]
+                pair = self._check_for_prompt(i, prompts, make_pair, *arguments)
             if part.placed:
-                self._check_for_prompt(i, prompts, check_params_with_items, validated, part.placed)
+                self._check_for_prompt(i, prompts, check_params_with_items, validated, part.placed, pair)
             validated.negative_prompt = None  # each sequence is sent with its token ids
-            validated = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, validated, part, unconditional)
+            validated = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, validated, part, pair)
             validated, kv_transfer_params = _take_kv_transfer_params(validated)
             core = EngineCoreRequest(
                 request_id=check_request_id(request_ids[i]),
@@ -230,11 +229,11 @@ class InputProcessor:
                 priority=check_priority(priorities[i], is_used=self._uses_priorities) if priorities is not None else 0,
                 cache_salt=part.cache_salt,
                 lora_request=None if lora_requests is None else self._check_lora_request(lora_requests[i]),
-                unconditional_prompt_token_ids=unconditional,
+                pair=pair,
                 kv_transfer_params=kv_transfer_params,
                 items=name_for_salt(part.placed, part.cache_salt),
             )
-            processed.append(ProcessedRequest(part.text, validated, core, self._guidance.space_of(validated)))
+            processed.append(ProcessedRequest(part.text, validated, core, space_of(self._model, validated)))
         return processed
 
     # --- prompts
@@ -479,7 +478,8 @@ class InputProcessor:
         if self._processor_classes:
             validate(self._processor_classes, params)
         params = params.clone()  # validates again, and the caller may change its own copy
-        self._guidance.check_params(params)
+        self._pairs.kind_of(params)
+        complete_space_params(self._model, params, has_drafts=self._has_drafts)
         if params.bad_words:  # the replacement checks the limits of both together
             ids = [*(params.bad_words_token_ids or ()), *self._bad_words(params.bad_words)]
             params = msgspec.structs.replace(params, bad_words_token_ids=ids)
@@ -498,7 +498,7 @@ class InputProcessor:
         return msgspec.structs.replace(params, thinking_tokens=tokens)
 
     def _fit_params_to_prompt(
-        self, params: SamplingParams, part: _Prompt, unconditional: list[int] | None = None
+        self, params: SamplingParams, part: _Prompt, pair: RequestPair | None = None
     ) -> SamplingParams:
         params = fit_thinking_to_prompt(params, part.text, part.token_ids or (), self._tokenizer)
         return validate_for_model(
@@ -506,7 +506,7 @@ class InputProcessor:
             vocab_size=self._num_token_ids,
             max_model_len=self._model.max_model_len,
             max_logprobs=self._model.max_logprobs,
-            prompt_len=max(len(part.token_ids or ()), len(unconditional or ())),
+            prompt_len=max(len(part.token_ids or ()), 0 if pair is None else len(pair.prompt_token_ids)),
         )
 
     def _check_lora_request(self, request: LoRARequest | None) -> LoRARequest | None:

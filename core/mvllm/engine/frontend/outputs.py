@@ -49,8 +49,8 @@ class CompletionOutput:
         image_codes: The codes of `token_ids`, from 0; None for outputs of text.
         warnings: Of an ended sequence with a JSON schema that was not enforced whole while it was generated: what of it
             the text does not satisfy. Empty if it satisfies all of it; None for other sequences.
-        conditional_logprobs: Of a guided request with `logprobs`: the log-probability of each of `token_ids` without
-            guidance, the log-softmax of the conditional logits. `logprobs` are those of the guided distribution.
+        conditional_logprobs: Of a request with a companion and `logprobs`, such as one with guidance: the
+            log-probability of each of `token_ids` in the request's own logits. `logprobs` are of the combined ones.
     """
 
     index: int

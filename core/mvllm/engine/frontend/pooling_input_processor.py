@@ -135,9 +135,7 @@ class PoolingInputProcessor(InputProcessor):
         assert isinstance(params, SamplingParams)
         return params  # these are `default_params`, not the caller's
 
-    def _fit_params_to_prompt(
-        self, params: SamplingParams, part: object, unconditional: list[int] | None = None
-    ) -> SamplingParams:
+    def _fit_params_to_prompt(self, params: SamplingParams, part: object, pair: object = None) -> SamplingParams:
         return params
 
 

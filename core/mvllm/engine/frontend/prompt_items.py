@@ -13,6 +13,7 @@ import msgspec
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import RequestError
 from mvllm.messages.multimodal import EMBEDS, ArrayData, ItemSpan, MultiModalItem
+from mvllm.messages.requests import RequestPair
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.multimodal.item_memory import ItemLease, LeasedArray
 from mvllm.multimodal.item_request import count_contents, has_items
@@ -241,16 +242,18 @@ def refuse_truncation() -> None:
     )
 
 
-def check_params_with_items(params: SamplingParams, items: Sequence[MultiModalItem]) -> None:
+def check_params_with_items(
+    params: SamplingParams, items: Sequence[MultiModalItem], pair: RequestPair | None = None
+) -> None:
     """Checks that the parameters can be combined with items.
 
     Raises:
         RequestError: They cannot.
     """
-    if params.is_guided:
+    if pair is not None:
         raise RequestError(
-            "guidance_scale cannot be combined with images, audio or embeddings in the prompt.",
-            parameter="guidance_scale",
+            f"{pair.parameter} cannot be combined with images, audio or embeddings in the prompt.",
+            parameter=pair.parameter,
         )
     if params.prompt_logprobs is not None and any(item.modality == EMBEDS for item in items):
         raise RequestError(

@@ -58,6 +58,7 @@ class RequestState:
         search: The beam search that finds the sequences, if the request asks for one.
         metrics: Times of the request's events.
         space: The space of its output tokens; None for text.
+        has_pair: Whether it has a companion (`RequestPair`).
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class RequestState:
         if search is not None:
             core_ids = [""] * params.n  # its requests are BeamRequests
         self._prompt_token_ids = core.prompt_token_ids
+        self.has_pair = request.core.pair is not None
         self.sequences = [GeneratedSequence(self, index, core_id, tokenizer) for index, core_id in enumerate(core_ids)]
         self.num_unfinished = len(self.sequences)
         self.num_sequences = params.num_sequences
@@ -272,7 +274,7 @@ class GeneratedSequence:
         self._returns_logprobs = params.logprobs is not None
         self._sums_logprobs = self._returns_logprobs or params.is_ranked
         self._logprobs: list[PositionLogprobMap] | FlatLogprobs = FlatLogprobs() if params.flat_logprobs else []
-        self._conditional_logprobs: list[float] | None = [] if self._returns_logprobs and params.is_guided else None
+        self._conditional_logprobs: list[float] | None = [] if self._returns_logprobs and request.has_pair else None
         self._text = make_sequence_detokenizer(
             params, self._tokenizer, request.final_only, self.token_ids, request._prompt_token_ids
         )

@@ -1,9 +1,12 @@
-"""Chat templates that read the content of a message as a list of parts, not as a text."""
+"""Chat templates that read the content of a message as a list of parts, not as a text; prompts of one message."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
+
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
+from mvllm.errors import RequestError
 
 _LOOP = re.compile(r"\bin\s+\w+\s*(?:\.\s*content\b|\[\s*['\"]content['\"]\s*\])")
 _TEXT_TEST = re.compile(r"\bstring\b")
@@ -20,3 +23,24 @@ def with_content_parts(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content, str):
         return message
     return {**message, "content": [{"type": "text", "text": content}]}
+
+
+def render_user_message(tokenizer: Tokenizer, text: str) -> str | None:
+    """A conversation of one message, as text that ends with the header of the answer; None without a chat template.
+
+    Raises:
+        RequestError: The template failed.
+    """
+    renderer = tokenizer.template_renderer
+    if getattr(renderer, "chat_template", None) is None:
+        return None
+    message = {"role": "user", "content": text}
+    try:
+        found = renderer.get_chat_template(None, None)
+        if expects_content_parts(str(found)):
+            message = with_content_parts(message)
+        return str(
+            renderer.apply_chat_template([message], chat_template=None, add_generation_prompt=True, tokenize=False)
+        )
+    except Exception as e:
+        raise RequestError(f"The chat template failed: {type(e).__name__}: {e}", parameter="prompt") from e

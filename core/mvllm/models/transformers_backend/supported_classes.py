@@ -6,7 +6,6 @@ import functools
 import importlib.util
 from typing import Any
 
-from mvllm.config.image_families import SPACES
 from mvllm.errors import ModelError
 
 
@@ -19,8 +18,6 @@ def unsupported_reason(architecture: str) -> str | None:
         return "transformers cannot run it either without torch."
     if not _is_offered(architecture):
         return "transformers has no causal language model of that name."
-    if architecture in SPACES:
-        return "transformers' class does not generate images here, which this model is for."
     try:
         found = _class(architecture)
     except (ImportError, RuntimeError) as e:  # for instance a missing dependency

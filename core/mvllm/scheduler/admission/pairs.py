@@ -13,7 +13,7 @@ class PairRows(AdmissionPolicy):
         self._rows = rows
 
     def start_round(self, requests: RequestLists) -> bool:
-        return requests.num_guided > 0
+        return requests.num_pairs > 0
 
     def decide(self, candidate: Candidate) -> Decision:
         return Decision.ADMIT if len(candidate.sides) <= self._rows.num_free else Decision.STOP

@@ -1,4 +1,4 @@
-"""Tensor parallelism, LoRA, draft models, encoders and token spaces of models that run as graphs equal transformers."""
+"""Tensor parallelism, LoRA, draft models and encoders of models that run as graphs equal transformers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from plugins.graph.tests.interpreter_platform import graph_platform_path
 from mvllm import LLM, LoRARequest, SamplingParams
 from mvllm_graph.interpreter import Interpreter
 from tests.engine import test_encoders as encoders
-from tests.engine import test_token_spaces as spaces
 from tests.helpers import encoder_zoo, parity
 from tests.helpers.changed_weights import copy_without_head
 from tests.helpers.host_block_plans import HostBlockDriver
-from tests.helpers.image_zoo import make_janus
 from tests.helpers.lora_adapters import check_against, merged, write_adapter
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import Oracle
@@ -151,7 +149,7 @@ def test_a_draft_model_over_two_ranks(stack: ExitStack) -> None:
     assert acceptance(llm) > 0.8
 
 
-# ------------------------------------------------------------------------------- encoders, classifiers, token spaces
+# --------------------------------------------------------------------------------------------- encoders, classifiers
 
 
 @pytest.mark.parametrize(
@@ -182,20 +180,6 @@ def test_an_encoder_over_two_ranks() -> None:
     sizes = {"tensor_parallel_size": 2, "distributed_executor_backend": THREADS}
     with encoders.make(folder, platform="graph-interpreter", **sizes) as llm:
         encoders.check_vectors(llm, folder, encoder_zoo.prompts(encoders.LENGTHS))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_images_and_text_have_heads_of_their_own(stack: ExitStack, tmp_path: Path, tensor: int) -> None:
-    folder = make_janus(tmp_path / "janus", grid=4)
-    wanted, prompts = spaces.Oracle(folder), spaces.prompts_of(1)
-    sizes = {"tensor_parallel_size": 2, "distributed_executor_backend": THREADS} if tensor > 1 else {}
-    llm = start(stack, folder, **sizes)
-    text = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    given = [{"prompt_token_ids": ids} for ids in (prompts[2], prompts[3])]
-    image, words = llm.generate(given, [spaces.image_params(), text], use_tqdm=False)
-    assert image.outputs[0].image_codes == wanted.codes(prompts[2], prompts[2], 1.0)
-    assert list(words.outputs[0].token_ids) == wanted.text(prompts[3], 10)
 
 
 def test_a_checkpoint_without_head_makes_embeddings(stack: ExitStack, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from mvllm.entrypoints.openai.common.api_format import api_format
 from mvllm.entrypoints.openai.common.api_router import APIRoute, APIRouter
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.completions import CompletionHandler
-from mvllm.entrypoints.openai.images.serving import ImageGenerationHandler
 from mvllm.entrypoints.openai.pooling.embeddings import embedding_handler, pooling_handler
 from mvllm.entrypoints.openai.pooling.scores import classification_handler, rerank_handler, score_handler
 from mvllm.entrypoints.openai.protocol import (
@@ -23,7 +22,6 @@ from mvllm.entrypoints.openai.protocol import (
     ClassificationRequest,
     CompletionRequest,
     EmbeddingRequest,
-    ImageGenerationRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
@@ -36,7 +34,6 @@ from mvllm.version import __version__
 
 _GENERATION: tuple[tuple[str, Any, Any, str], ...] = (
     ("/v1/completions", CompletionRequest, CompletionHandler, "Continue prompts."),
-    ("/v1/images/generations", ImageGenerationRequest, ImageGenerationHandler, "Generate images of a prompt."),
 )
 _POOLING: tuple[tuple[str, Any, Any, str], ...] = (
     ("/v1/embeddings", EmbeddingRequest, embedding_handler, "Embeddings of texts."),

@@ -15,7 +15,6 @@ from mvllm.engine.metrics.tracing import OPERATION, Tracer
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
-    "/v1/images/generations": "image_generation",
     "/v1/embeddings": "embeddings",
     "/pooling": "pooling",
     "/classify": "classify",

@@ -1,1 +1,0 @@
-"""Generation of images over HTTP."""
