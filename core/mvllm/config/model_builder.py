@@ -221,8 +221,11 @@ def load_hf_config(
         raise ModelError(f"{outer.source}: 'text_config' should be a JSON object, found {text!r}.")
     flat = outer.as_dict()
     flat.pop("text_config", None)
-    if (simplify := find_model_type(outer).simplify) is not None:
-        simplify(flat, outer.source)
+    outer_type = find_model_type(outer)
+    if outer_type.simplify is not None:
+        outer_type.simplify(flat, outer.source)
+    if text and outer_type.architecture is not None:  # the model type that remains is that of the text
+        flat.setdefault("architectures", [outer_type.architecture])
     # The outer config is that of the whole checkpoint, with its head.
     of_text = {**(absent or {}), **text_part_values(outer, text)}
     inner = {key: value for key, value in of_text.items() if key not in _OUTER_KEYS or key not in outer}
