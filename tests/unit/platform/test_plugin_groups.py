@@ -39,6 +39,7 @@ GROUPS = {
     "mvllm.kv_connectors": "acme",
     "mvllm.aliases": "acme",
     "mvllm.serve": "acme",
+    "mvllm.workers": "acme_capability",
 }
 
 
