@@ -45,6 +45,7 @@ GROUPS = {
     "mvllm.aliases": "acme",
     "mvllm.engine_methods": "acme",
     "mvllm.serve": "acme",
+    "mvllm.workers": "acme_capability",
 }
 
 
