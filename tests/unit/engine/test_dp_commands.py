@@ -14,8 +14,8 @@ from mvllm.engine.process.async_mp_client import AsyncMPClient
 from mvllm.engine.process.dp_async_mp_client import DPLBAsyncMPClient
 from mvllm.errors import PlatformError, RequestError
 from mvllm.messages.commands import (
+    CallModel,
     CallWorkers,
-    DecodeImages,
     EngineCommand,
     HasJoinedWeightTransfer,
     InitWeightTransfer,
@@ -80,14 +80,14 @@ def test_lists_are_joined_and_an_unusable_replica_is_told() -> None:
     assert call(Core({**broken, "failure": None}), Core(broken), command=WeightInfo()) == broken
 
 
-def test_one_replica_in_turn_decodes_images() -> None:
+def test_one_replica_in_turn_calls_its_model() -> None:
     cores = Core(b"first"), Core(b"second")
     client = DPLBAsyncMPClient(cast(EngineConfig, SimpleNamespace()), cast("list[AsyncMPClient]", list(cores)))
 
-    async def decode() -> list[bytes]:
-        return [await client.call(DecodeImages(b"", 1, 1)) for _ in range(3)]
+    async def calls() -> list[bytes]:
+        return [await client.call(CallModel("decode", [b""])) for _ in range(3)]
 
-    assert asyncio.run(decode()) == [b"first", b"second", b"first"]
+    assert asyncio.run(calls()) == [b"first", b"second", b"first"]
 
 
 def test_a_replica_stops_waiting_for_a_trainer_if_another_one_refuses() -> None:

@@ -61,7 +61,7 @@ def available(
     )
     worker = worker_class(config, platform, WorkerContext(world_size=8, local_world_size=local_world_size))
     worker._runtime = runtime = runtime or MeasuredRuntime()
-    loader = SimpleNamespace(model=SimpleNamespace(pixel_decoder=None))
+    loader = SimpleNamespace(model=SimpleNamespace(remote_methods=frozenset()))
     worker._runner = SimpleNamespace(
         profile=lambda part: setattr(runtime, "peak", 150),
         loader=loader,
