@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+import mvllm.plugin_api  # noqa: F401  # as every plugin does
 from mvllm import installable
 from mvllm.entrypoints.cli import doctor_checks as doctor_checks
 from mvllm.entrypoints.cli.main import main
