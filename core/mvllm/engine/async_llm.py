@@ -435,6 +435,11 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
         self._require_alive()
         return await self._client.call(ResetPrefixCache())
 
+    async def call_model(self, method: str, args: Sequence[Any] = ()) -> Any:
+        """Calls one of the methods that the model's class offers, see `LLMEngine.call_model`."""
+        self._require_alive()
+        return await self._client.call(CallModel(method, list(args)))
+
     add_lora = forward(_adapters, AsyncAdapters.add_lora)
     remove_lora = forward(_adapters, AsyncAdapters.remove_lora)
     list_loras = forward(_adapters, AsyncAdapters.list_loras)
@@ -575,11 +580,6 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
             self._fatal_error = error
             logger.error("The engine has died: %s", str(error).partition("\n")[0])
         self._fail_requests(error)
-
-    async def call_model(self, method: str, args: Sequence[Any] = ()) -> Any:
-        """Calls one of the methods that the model's class offers, see `LLMEngine.call_model`."""
-        self._require_alive()
-        return await self._client.call(CallModel(method, list(args)))
 
     async def _run_in_thread(self, work: Callable[[], _T], num_chars: int = 0) -> _T:
         def work_unless_closed() -> _T:
