@@ -5,8 +5,9 @@
         └── RequestOutputStream ── OutputProcessor
 
 There is no queue between engine and caller. Outputs accumulate in the state of the request, and the next
-`RequestOutput` is built when the caller awaits it. A slow caller gets fewer and larger outputs, uses no more memory
-than its text, and does not delay other callers.
+`RequestOutput` is built when the caller awaits it; or when a consumer of the stream takes it, which the server uses to
+write most outputs to their connections without a task (`RequestOutputStream.set_consumer`). A slow caller gets fewer
+and larger outputs, uses no more memory than its text, and does not delay other callers.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class CallWorkers(EngineCommand[list[Any]], tag="call_workers", frozen=True, arr
 
 
 class CallModel(EngineCommand[Any], tag="call_model", frozen=True, array_like=True):
-    """Calls a method of the model, see `WorkerProtocol.call_model`. The first result that is neither None nor empty."""
+    """Calls a method of the model, see `WorkerProtocol.call_model`. The first result but None and empty bytes."""
 
     uses_one_replica: ClassVar[bool] = True
     method: str
