@@ -5,8 +5,11 @@
                                     └──read_tensors──> TensorEntry, by Hugging Face name ──open_reader──> values
 
 The front end translates the configuration and the tokenizer once, into a derived model folder. Weights are not copied:
-workers read them from the files that the folder names. So a format consists of four answers: which files are models,
-which folder a file becomes, which tensors it has, and how their bytes are read.
+workers read them from the files that the folder names. So a format answers which files are models (`is_model_file`,
+`list_models`, `choose`), which folder a file becomes (`model_folder`, `known_files`), which tensors it has
+(`read_tensors`), and how their bytes are read (`TensorEntry.open_reader`).
+
+ModelError is a ValueError: code that turns the ValueErrors of a parser into a ModelError raises its own ones outside.
 
 Core's own format is the Hugging Face folder with safetensors weights (`mvllm.models.checkpoint`). Its tensors are
 `TensorEntry`s as well, and everything after them is common to all formats.
@@ -86,10 +89,13 @@ class CheckpointFormat(ABC):
         It has config.json, generation_config.json, the files of the tokenizer (tokenizer.json is complete: nothing is
         added to it), and NAME_files.json: `{"files": [{"path": ...}, ...]}` with the absolute paths of all files that
         hold the weights. Matrices that stay in blocks are listed in the `quantization_config` of config.json
-        (`BlockQuantization`). Several processes may call this at the same time.
+        (`BlockQuantization`), whose `quant_method` is NAME. Several processes may call this at the same time.
+
+        Where the folders are, and when they are removed, is the format's choice; `$MVLLM_CACHE_DIR/NAME`, by default
+        `~/.cache/mvllm/NAME`, is that of GGUF.
 
         Args:
-            path: A file of this format.
+            path: A file of this format, as the user has named it.
             with_tokenizer: Whether to derive the tokenizer. If not, the model's tokenizer may be unsupported.
 
         Raises:
@@ -115,7 +121,8 @@ class CheckpointFormat(ABC):
                 is no weight. Every weight is provided as floats.
 
         Returns:
-            Entries of a class of the format, whose `open_reader` reads them.
+            Entries of a class of the format, whose `open_reader` reads them. Called on every worker; each reads the
+            parts that it holds, file by file, in the order of `start`.
 
         Raises:
             ModelError: A file is missing, damaged, or has changed since the folder was written; its architecture is not

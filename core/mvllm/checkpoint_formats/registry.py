@@ -7,6 +7,7 @@ The name of a format says what it opens, without an import: `x.gguf` is a file o
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,6 +77,35 @@ def format_of_content(path: Path) -> str | None:
     return None
 
 
+def derived_folder(name: str, found: CheckpointFormat, path: Path, *, with_tokenizer: bool) -> Path:
+    """The derived model folder of a file, see `CheckpointFormat.model_folder`.
+
+    Args:
+        name: The format's name.
+        found: The format.
+
+    Raises:
+        ConfigError: The format has not marked the folder as derived.
+        ModelError: As `model_folder`.
+    """
+    folder = found.model_folder(path, with_tokenizer=with_tokenizer)
+    if folder.is_dir() and not (folder / f"{name}{_INDEX}").is_file():
+        raise ConfigError(
+            f"The checkpoint format {name!r} has made {folder} of {path} without {name}{_INDEX}, which says that the "
+            "folder is derived, and from which files. Ask the author of its package."
+        )
+    return folder
+
+
+def require_allowed(path: Path) -> None:
+    """Checks that no installed format with the suffix of a file has been left out by the allow list.
+
+    Raises:
+        ConfigError: One has; names the package.
+    """
+    plugin_groups.find(plugin_groups.CHECKPOINT_FORMATS, path.suffix.lower().removeprefix("."))
+
+
 def format_of_folder(folder: Path) -> str | None:
     """The name of the format from whose files a model folder was derived; None for other folders."""
     with contextlib.suppress(OSError):
@@ -132,4 +162,7 @@ def _load(source: plugin_groups.PluginSource) -> CheckpointFormat:
             f"{source} must name a subclass of mvllm.extension_api.checkpoint_formats.CheckpointFormat, found "
             f"{found!r}."
         )
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"{source} lacks methods of CheckpointFormat: {missing}.")
     return found()

@@ -25,10 +25,12 @@ from pathlib import Path
 from mvllm.checkpoint_formats.interface import CheckpointFormat, ModelFiles
 from mvllm.checkpoint_formats.registry import (
     checkpoint_format,
+    derived_folder,
     format_names,
     format_of_content,
     format_of_file,
     is_format,
+    require_allowed,
 )
 from mvllm.config.hub_repository import HubRepository, is_offline
 from mvllm.errors import ModelError, plain_reason
@@ -182,9 +184,11 @@ def _find(search: _Search, revision: str | None, token: str | None, patterns: tu
     if format_name is not None:
         return _file(search, folder, format_name)
     if exists:
+        require_allowed(folder)
+        kinds = " or ".join(each.upper() for each in format_names())
         raise ModelError(
             f"The {what} {name!r} is a file. Pass the folder that holds it, with config.json, safetensors weights and "
-            "tokenizer, or a GGUF file."
+            f"tokenizer, or a {kinds} file. Files of other formats need a package that reads them."
         )
     format_name, repository_and_file = format_of_file(name), _HUB_FILE.fullmatch(name)
     if format_name and repository_and_file and _may_be_hub_name(repository_and_file["repository"]):
@@ -254,12 +258,16 @@ def _in_folder(search: _Search, folder: Path, names: Sequence[str]) -> Path:
             f"{', '.join(unused)} {'is' if len(unused) == 1 else 'are'}",
             choices.format_name.upper(),
         )
-    return choices.format.model_folder(folder / chosen.files[0], with_tokenizer=search.with_tokenizer)
+    return _derived(search, choices.format_name, choices.format, folder / chosen.files[0])
+
+
+def _derived(search: _Search, format_name: str, found: CheckpointFormat, file: Path) -> Path:
+    return derived_folder(format_name, found, file, with_tokenizer=search.with_tokenizer)
 
 
 def _file(search: _Search, path: Path, format_name: str) -> Path:
     _check_file_alone(search, format_name)
-    return search.checkpoint_format(format_name).model_folder(path, with_tokenizer=search.with_tokenizer)
+    return _derived(search, format_name, search.checkpoint_format(format_name), path)
 
 
 def _check_file_alone(search: _Search, format_name: str) -> None:
@@ -392,4 +400,4 @@ def _hub_file(search: _Search, repository: HubRepository, file: str, format_name
 
 def _fetched(search: _Search, repository: HubRepository, choices: _Choices, chosen: ModelFiles) -> Path:
     folder = repository.snapshot([glob.escape(file) for file in chosen.files])
-    return choices.format.model_folder(folder / chosen.files[0], with_tokenizer=search.with_tokenizer)
+    return _derived(search, choices.format_name, choices.format, folder / chosen.files[0])

@@ -5,8 +5,9 @@
         └── RequestOutputStream ── OutputProcessor
 
 There is no queue between engine and caller. Outputs accumulate in the state of the request, and the next
-`RequestOutput` is built when the caller awaits it. A slow caller gets fewer and larger outputs, uses no more memory
-than its text, and does not delay other callers.
+`RequestOutput` is built when the caller awaits it; or when a consumer of the stream takes it, which the server uses to
+write most outputs to their connections without a task (`RequestOutputStream.set_consumer`). A slow caller gets fewer
+and larger outputs, uses no more memory than its text, and does not delay other callers.
 """
 
 from __future__ import annotations
@@ -435,6 +436,11 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
         self._require_alive()
         return await self._client.call(ResetPrefixCache())
 
+    async def call_model(self, method: str, args: Sequence[Any] = ()) -> Any:
+        """Calls one of the methods that the model's class offers, see `LLMEngine.call_model`."""
+        self._require_alive()
+        return await self._client.call(CallModel(method, list(args)))
+
     add_lora = forward(_adapters, AsyncAdapters.add_lora)
     remove_lora = forward(_adapters, AsyncAdapters.remove_lora)
     list_loras = forward(_adapters, AsyncAdapters.list_loras)
@@ -575,11 +581,6 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
             self._fatal_error = error
             logger.error("The engine has died: %s", str(error).partition("\n")[0])
         self._fail_requests(error)
-
-    async def call_model(self, method: str, args: Sequence[Any] = ()) -> Any:
-        """Calls one of the methods that the model's class offers, see `LLMEngine.call_model`."""
-        self._require_alive()
-        return await self._client.call(CallModel(method, list(args)))
 
     async def _run_in_thread(self, work: Callable[[], _T], num_chars: int = 0) -> _T:
         def work_unless_closed() -> _T:

@@ -1,4 +1,4 @@
-"""The program of a worker process: `python -m mvllm.executor.worker_main <name> <control socket>`.
+"""The program of a worker process, which `child_program` starts with `<name> <control socket> <parent pid>`.
 
     start   set the process name, tie the process to its parent, read WorkerStartArgs from the control socket
     build   load the platform, build the worker (torch is imported here), send the Handshake

@@ -1,7 +1,12 @@
 """Commands of the engine: what a front end asks of its engine cores, which answer between two steps.
 
 A verb of the engine is one class here, with its arguments, its result and what the processes in between have to know of
-it. LLMEngine and AsyncLLM send it (`client.call`), and one method in the engine core answers it (`@answers`).
+it. LLMEngine and AsyncLLM send it (`client.call`), and one method in the engine core answers it (`@answers`): of
+EngineCore, or of a part that it passes to Answers. Nothing between the two knows the verbs. LLM has a method that calls
+that of LLMEngine.
+
+With several replicas each of them answers, and `join` makes one answer of theirs. The default suits flags, lists, and
+answers that are the same everywhere: a verb whose answers are to be added up overrides it.
 """
 
 from __future__ import annotations
@@ -31,7 +36,8 @@ class EngineCommand(msgspec.Struct, Generic[R], frozen=True, array_like=True):
         is_long: It may take as long as the start of an engine core; `step_timeout` does not apply to it.
         drops_prefixes: Afterwards no block of the prefix cache holds what it did.
         uses_one_replica: Any one replica answers it for all of them.
-        leaves_difference: Replicas differ if only some of them have done it.
+        leaves_difference: Replicas differ if only some of them have done it; False for a command that changes nothing.
+            The error of a command that has failed on some replicas says so.
     """
 
     is_long: ClassVar[bool] = False
@@ -72,6 +78,8 @@ class EngineCommand(msgspec.Struct, Generic[R], frozen=True, array_like=True):
 class CheckHealth(EngineCommand[None], tag="check_health", frozen=True, array_like=True):
     """Raises unless every worker answers a call."""
 
+    leaves_difference: ClassVar[bool] = False
+
 
 class ResetPrefixCache(EngineCommand[bool], tag="reset_prefix_cache", frozen=True, array_like=True):
     """Clears the prefix cache. False, with nothing changed, while requests use blocks."""
@@ -93,7 +101,7 @@ class CallWorkers(EngineCommand[list[Any]], tag="call_workers", frozen=True, arr
 
 
 class CallModel(EngineCommand[Any], tag="call_model", frozen=True, array_like=True):
-    """Calls a method of the model, see `WorkerProtocol.call_model`. The first result that is not None."""
+    """Calls a method of the model, see `WorkerProtocol.call_model`. The first result but None and empty bytes."""
 
     uses_one_replica: ClassVar[bool] = True
     method: str
@@ -107,6 +115,7 @@ class CheckSleep(EngineCommand[None], tag="check_sleep", frozen=True, array_like
     """Checks what can be checked before `Sleep` ends requests. Changes nothing."""
 
     is_long: ClassVar[bool] = True
+    leaves_difference: ClassVar[bool] = False
     level: int
 
 
@@ -149,9 +158,13 @@ class PauseScheduler(EngineCommand[bool], tag="pause_scheduler", frozen=True, ar
 class IsSchedulerPaused(EngineCommand[bool], tag="is_scheduler_paused", frozen=True, array_like=True):
     """Whether no step runs until `ResumeScheduler`, or until the end of a weight update."""
 
+    leaves_difference: ClassVar[bool] = False
+
 
 class IsSchedulerRunning(EngineCommand[bool], tag="is_scheduler_running", frozen=True, array_like=True):
     """Whether the scheduler neither is paused nor will be when the present requests have finished."""
+
+    leaves_difference: ClassVar[bool] = False
 
 
 class ResumeScheduler(EngineCommand[None], tag="resume_scheduler", frozen=True, array_like=True):
@@ -222,6 +235,8 @@ class AbandonWeightUpdate(EngineCommand[None], tag="abandon_weight_update", froz
 
 class WeightInfo(EngineCommand[dict[str, Any]], tag="weight_info", frozen=True, array_like=True):
     """`weight_version`, `is_updating`, and `failure`: why the weights are unusable, or None."""
+
+    leaves_difference: ClassVar[bool] = False
 
     def join(self, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """That of a replica whose weights are unusable, if there is one."""

@@ -147,6 +147,29 @@ def test_an_object_that_is_no_format_is_refused_by_name(tmp_path: Path, monkeypa
         checkpoint_format("acme", "The model 'x'")
 
 
+def test_a_class_that_lacks_methods_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, tmp_path, ACME.replace("def known_files", "def _known_files"))
+    with pytest.raises(ConfigError, match=r"acme-formats 0\.1\.0.* lacks methods of CheckpointFormat: known_files\."):
+        checkpoint_format("acme", "The model 'x'")
+
+
+def test_a_folder_without_its_list_of_files_is_refused(
+    acme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ACME.replace('(folder / "acme_files.json").write_text', "str")
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path / "site")])
+    (tmp_path / "other").mkdir()
+    install(monkeypatch, tmp_path / "other", text)
+    with pytest.raises(ConfigError, match=r"format 'acme' has made .*m-tall\.derived .* without acme_files\.json"):
+        find_model(str(acme / "m-tall.acme"))
+
+
+def test_a_file_of_a_format_that_is_not_allowed_names_its_package(acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(plugin_groups.ENVIRONMENT_VARIABLE, "another")
+    with pytest.raises(ConfigError, match=r"'acme' is offered by acme-formats 0\.1\.0"):
+        find_model(str(acme / "m-tall.acme"))
+
+
 # ------------------------------------------------------------------------------------------------- without the package
 
 

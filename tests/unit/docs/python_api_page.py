@@ -101,7 +101,7 @@ def public_methods(cls: type) -> Iterator[tuple[str, str, Any]]:
         elif isinstance(member, classmethod | staticmethod):
             yield name, "", member.__func__
         elif inspect.isfunction(member):
-            yield name, "async " if inspect.iscoroutinefunction(member) else "", member
+            yield name, "async " if inspect.iscoroutinefunction(inspect.unwrap(member)) else "", member
 
 
 def class_signature(name: str, cls: type) -> str:

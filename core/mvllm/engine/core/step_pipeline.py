@@ -1,7 +1,10 @@
 """Steps of an engine core between their launch and the collection of their results.
 
 With asynchronous scheduling, or with pipeline stages, steps are launched before earlier ones are collected. Nothing
-else differs.
+else differs. With asynchronous scheduling, two steps are in flight while the engine core waits:
+
+    engine core   launch N+1 │ wait for the result of N     │ collect N │ launch N+2 │ wait for N+1
+    device        N ────────────────────────────────────────┤ N+1 ───────────────────────────────────
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
                                                    └──> RequestOutput, one per request and step                LLMEngine
 
 A step costs one `list.extend` per sequence in the usual case. Everything else (text, log-probabilities, the
-`RequestOutput` itself) is left to `RequestState.make_request_output`, which an AsyncLLM calls when the caller asks for
-the next output.
+`RequestOutput` itself) is left to `RequestState.make_request_output`, which a RequestOutputStream calls when its caller
+asks for the next output, or when it offers one to its consumer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The data parallel coordinator's process.
 
-Started as `python -m mvllm.engine.process.coordinator <name> <control socket> <parent pid>`.
+Started by `child_program` with the arguments `<name> <control socket> <parent pid>`.
 
     engine core ── its load ──────────────────────────────> DPCoordinator ──> every front end
     front end ──── prompt prefixes it sent, by replica ───> DPCoordinator ──> every other front end

@@ -1,6 +1,6 @@
 """The engine core process: EngineCore between an input thread and an output thread.
 
-Started as `python -m mvllm.engine.process.engine_core_proc <name> <control socket> <parent pid>`.
+Started by `child_program` with the arguments `<name> <control socket> <parent pid>`.
 
     input thread     DEALER → decode ─> input_queue
     main thread                         input_queue ─> EngineCoreProc.run_busy_loop ─> output_queue

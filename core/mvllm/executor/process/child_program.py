@@ -1,4 +1,5 @@
-"""Entry point of every child process of an engine: `python -m ... <module> <name> <control socket> <parent pid>`.
+"""Entry point of the workers, engine cores, API servers and the coordinator, which are children of an engine or server:
+`python -P -m mvllm.executor.process.child_program <module> <name> <control socket> <parent pid>`.
 
 First it sets the process to end with its parent, then it imports `module` and runs its `main`. Imports take
 seconds, so they come second: a process whose parent is killed during the imports must end as well.

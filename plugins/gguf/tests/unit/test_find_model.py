@@ -137,7 +137,7 @@ def test_tokenizer_files_in_the_folder_have_precedence_over_the_gguf_files_token
 
 def test_an_engine_uses_the_models_tokenizer_unless_the_settings_name_another(tmp_path, derived):
     fill(tmp_path, "m.gguf")
-    derived.folder = write_folder(tmp_path / "derived")
+    derived.folder = fill(write_folder(tmp_path / "derived"), "gguf_files.json")
     other = write_folder(tmp_path / "other")
     model = str(tmp_path / "m.gguf")
     config = EngineArgs.from_kwargs(model=model).create_engine_config().model
@@ -149,7 +149,7 @@ def test_an_engine_uses_the_models_tokenizer_unless_the_settings_name_another(tm
 
 
 def test_a_draft_model_may_have_another_file_format(tmp_path, derived):
-    derived.folder = write_folder(tmp_path / "derived")
+    derived.folder = fill(write_folder(tmp_path / "derived"), "gguf_files.json")
     target = write_folder(fill(tmp_path / "target", "model.safetensors"))
     draft = fill(tmp_path / "draft", "m.gguf") / "m.gguf"
     speculative = {"model": str(draft), "num_speculative_tokens": 2}

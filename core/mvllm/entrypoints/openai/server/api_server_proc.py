@@ -1,6 +1,6 @@
 """The process of one of several API servers. They share a listening socket and the engine cores.
 
-Started as `python -m mvllm.entrypoints.openai.server.api_server_proc <name> <control socket> <parent pid>`.
+Started by `child_program` with the arguments `<name> <control socket> <parent pid>`.
 """
 
 from __future__ import annotations
