@@ -41,7 +41,8 @@ def read_checkpoint(
             or a tensor is in two files.
     """
     if (name := format_of_folder(folder)) is not None:
-        return checkpoint_format(name, f"The model folder {str(folder)!r}").read_tensors(folder, most_tensors, packed)
+        found = checkpoint_format(name, f"The model folder {str(folder)!r}")
+        return _checked(found.read_tensors(folder, most_tensors, packed), name)
     if (folder / SINGLE_FILE).is_file():
         return _merge({}, folder / SINGLE_FILE, most_tensors)
     if (folder / INDEX_FILE).is_file():
@@ -50,6 +51,23 @@ def read_checkpoint(
     for path in _shards_without_index(folder):
         _merge(tensors, path, most_tensors)
     return tensors
+
+
+def _checked(tensors: object, name: str) -> dict[str, TensorEntry]:
+    """What a checkpoint format has read, which may be another package's.
+
+    Raises:
+        ModelError: It is not a dict of names to TensorEntry.
+    """
+    if isinstance(tensors, dict):
+        wrong = next(((key, each) for key, each in tensors.items() if not isinstance(each, TensorEntry)), None)
+        if wrong is None:
+            return tensors
+        tensors = {wrong[0]: wrong[1]}
+    raise ModelError(
+        f"read_tensors of the checkpoint format {name!r} should return a dict of tensor names to TensorEntry, found "
+        f"{tensors!r:.200}. Report it to the package that has the format."
+    )
 
 
 def _read_indexed(folder: Path, most_tensors: int) -> dict[str, TensorEntry]:

@@ -128,6 +128,17 @@ def test_an_engine_reads_config_and_weights_of_the_derived_folder(acme: Path) ->
     assert "acme" in supported_methods()
 
 
+def test_tensors_of_another_type_name_the_format(acme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = find_model(str(acme / "m-small.acme"))
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path / "site")])
+    for number, wrong in enumerate(('["x"]', '{"x": path}')):
+        (other := tmp_path / f"other{number}").mkdir()
+        install(monkeypatch, other, ACME.replace('{"x": Entry("x", path, "F32", (2,), start, 8)}', wrong))
+        with pytest.raises(ModelError, match=r"read_tensors of the checkpoint format 'acme' should return a dict of"):
+            read_checkpoint(folder)
+        monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(other)])
+
+
 def test_files_of_formats_are_listed_with_the_cached_models(
     acme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
