@@ -44,7 +44,7 @@ KINDS = {
     "Errors": ("MvllmError", "RequestError", "ConfigError", "ModelError", "PlatformError"),
 }
 
-IMAGES = "mvllm_image_generation"
+IMAGES = "mvllm.images"
 IMAGE_NAMES = ("Images", "AsyncImages", "ImageParams", "ImageRequestOutput", "GeneratedImage")
 """Names of the package mvllm-image-generation, of which `mvllm` exports those that users make or read."""
 

@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from plugins.graph.tests.interpreter_engine import start
+from plugins.graph.tests.interpreter_platform import graph_platform_path
 
 from mvllm import SamplingParams
-from tests.helpers.graph_engine import start
-from tests.helpers.plugins import graph_platform_path, prepend
+from tests.helpers.plugins import prepend
 from tests.helpers.thread_executor import ThreadExecutor
 
 make_janus = importlib.import_module("plugins.image-generation.tests.image_zoo").make_janus

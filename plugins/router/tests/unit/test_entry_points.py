@@ -16,7 +16,8 @@ import mvllm.entrypoints.cli.serve
 before = set(sys.modules)
 import mvllm_router.serve_models
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
-sys.exit(f"loaded {sorted(new)}" if new - {"mvllm", "mvllm_router"} else 0)
+new -= {"mvllm", "mvllm_router", *sys.stdlib_module_names}
+sys.exit(f"loaded {sorted(new)}" if new else 0)
 """
 
 
