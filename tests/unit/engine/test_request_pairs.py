@@ -82,6 +82,19 @@ def test_companions_are_refused_where_they_cannot_be():
         check_params_with_items(asks(), [], RequestPair("difference", [9], parameter="strength"))
 
 
+@pytest.mark.usefixtures("contrast")
+def test_a_request_has_one_kind_which_has_a_name():
+    processor = InputProcessor(make_config(), None)
+    both = SamplingParams(guidance_scale=2, extra_args={"request_pair": "contrast"})
+    for params, message in (
+        (SamplingParams(extra_args={"request_pair": 5}), "must be the name of a kind of request pairs; got 5"),
+        (both, "a request has one companion"),
+    ):
+        with pytest.raises(RequestError, match=message) as caught:
+            processor.process("r", [7], params)
+        assert caught.value.parameter == "extra_args"
+
+
 def test_a_kind_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     processor = InputProcessor(make_config(), None)

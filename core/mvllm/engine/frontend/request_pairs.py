@@ -20,6 +20,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.errors import ConfigError, RequestError
 from mvllm.installable import missing_part
+from mvllm.messages.field_checks import describe_value
 from mvllm.messages.requests import RequestPair
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -118,11 +119,26 @@ class PairRequestsOfEngine:
 
 
 def pair_name(params: SamplingParams) -> str | None:
-    """The name of the kind of pairs that a request asks for."""
-    if params.is_guided:
-        return _GUIDANCE
+    """The name of the kind of pairs that a request asks for.
+
+    Raises:
+        RequestError: `extra_args` has something else than a name, or asks for another kind than `guidance_scale`.
+    """
     name = params.extra_args.get(EXTRA_ARG) if params.extra_args else None
-    return name if isinstance(name, str) else None
+    if name is not None and not isinstance(name, str):
+        raise RequestError(
+            f"extra_args[{EXTRA_ARG!r}] must be the name of a kind of request pairs; got {describe_value(name)}",
+            parameter="extra_args",
+        )
+    if not params.is_guided:
+        return name
+    if name not in (None, _GUIDANCE):
+        raise RequestError(
+            f"guidance_scale cannot be combined with extra_args[{EXTRA_ARG!r}] = {describe_value(name)}: a request has "
+            "one companion. Omit one.",
+            parameter="extra_args",
+        )
+    return _GUIDANCE
 
 
 def make_pair(
