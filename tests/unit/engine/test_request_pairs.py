@@ -48,7 +48,8 @@ class Contrast(PairRequests):
 @pytest.fixture
 def contrast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = f"[mvllm.request_pairs]\ncontrast = {__name__}:Contrast\n"
-    prepend(monkeypatch, [str(write_metadata(tmp_path, "contrast", group))])
+    combiner = f"[mvllm.logits_combiners]\ndifference = {__name__}:Difference\n"
+    prepend(monkeypatch, [str(write_metadata(tmp_path, "contrast", group + combiner))])
 
 
 def asks(**more: object) -> SamplingParams:
@@ -67,6 +68,24 @@ def test_a_package_makes_the_companions_of_requests_that_name_it():
     assert own.core.pair is not None and own.core.pair.prompt_token_ids == [3, 4, 5]
     _, children = OutputProcessor(None, CoreRequestIds()).add_request(own)
     assert [child.pair for child in children] == [own.core.pair] * 2
+
+
+@pytest.mark.parametrize("allowed", [None, "contrast-pairs"])
+def test_a_kind_without_its_combiner_is_refused(
+    allowed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers would fail in the step that starts such a request, and the engine with them."""
+    folders = [
+        write_metadata(tmp_path / "a", "contrast-pairs", f"[mvllm.request_pairs]\ncontrast = {__name__}:Contrast\n")
+    ]
+    if allowed is not None:
+        group = f"[mvllm.logits_combiners]\ndifference = {__name__}:Difference\n"
+        folders.append(write_metadata(tmp_path / "b", "contrast-combiner", group))
+        monkeypatch.setenv("MVLLM_PLUGINS", allowed)
+    prepend(monkeypatch, [str(folder) for folder in folders])
+    with pytest.raises(RequestError, match="logits combiner 'difference'") as caught:
+        InputProcessor(make_config(), None).process("r", [7], asks())
+    assert caught.value.parameter == "extra_args"
 
 
 @pytest.mark.usefixtures("contrast")

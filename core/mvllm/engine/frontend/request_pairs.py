@@ -162,6 +162,7 @@ def make_pair(
 
 
 def _load(name: str) -> type[PairRequests]:
+    """The class of a kind, whose combiner is installed: a worker that lacks it fails, and the engine with it."""
     parameter = "guidance_scale" if name == _GUIDANCE else "extra_args"
     try:
         source = plugin_groups.find(plugin_groups.REQUEST_PAIRS, name)
@@ -180,4 +181,8 @@ def _load(name: str) -> type[PairRequests]:
         raise RequestError(
             f"{source} must name a subclass of mvllm.extension_api.request_pairs.PairRequests.", parameter=parameter
         )
+    try:
+        plugin_groups.require(plugin_groups.LOGITS_COMBINERS, found.combiner)
+    except ConfigError as e:
+        raise RequestError(str(e), parameter=parameter) from e
     return found
