@@ -66,7 +66,8 @@ class PairRequests(ABC):
 
     @abstractmethod
     def settings(self, params: SamplingParams) -> bytes:
-        """What the combiner reads: for instance a msgspec.Struct, encoded.
+        """What the combiner reads: for instance a msgspec.Struct, encoded. Values of `extra_args` are those of any HTTP
+        client, so their types are checked here.
 
         Raises:
             RequestError: A parameter is not valid.
