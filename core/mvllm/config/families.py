@@ -46,7 +46,8 @@ def find_model_type(config: Mapping[str, Any] | HFConfig) -> ModelType:
         config: The values of config.json, or of a part of it.
 
     Raises:
-        ModelError: The package that reads this type is not installed.
+        ConfigError, ModelError: The package that reads this type is not installed, cannot be loaded, or is not allowed
+            and there is no `architectures`.
     """
     name = config.get("model_type")
     if not isinstance(name, str):
@@ -56,7 +57,7 @@ def find_model_type(config: Mapping[str, Any] | HFConfig) -> ModelType:
         own = None if is_of_core(architectures[0]) else _plugin_family(architectures[0])
         if own is not None and name in own.model_types:
             return own.model_types[name]
-    family = _core_family(_index().model_types, name) or _plugin_family_of_type(name)
+    family = _core_family(_index().model_types, name) or _plugin_family_of_type(name, is_needed=not architectures)
     return _ANY_TYPE if family is None else family.model_types.get(name, _ANY_TYPE)
 
 
@@ -113,8 +114,17 @@ def _plugin_family(architecture: str) -> ModelFamily | None:
     return None if source is None else record_of_plugin(source)
 
 
-def _plugin_family_of_type(model_type: str) -> ModelFamily | None:
-    source = plugin_groups.find(plugin_groups.MODEL_TYPES, model_type)
+def _plugin_family_of_type(model_type: str, *, is_needed: bool) -> ModelFamily | None:
+    """The record of another package's model type.
+
+    Args:
+        is_needed: Nothing else says what the model is. Otherwise a package that is not allowed is as one that is not
+            installed.
+    """
+    if not is_needed and model_type not in plugin_groups.allowed_names(plugin_groups.MODEL_TYPES):
+        source = None
+    else:
+        source = plugin_groups.find(plugin_groups.MODEL_TYPES, model_type)
     if source is None:
         part = _TYPES_OF_PARTS.get(model_type)
         if part is not None:

@@ -224,7 +224,8 @@ def load_hf_config(
     outer_type = find_model_type(outer)
     if outer_type.simplify is not None:
         outer_type.simplify(flat, outer.source)
-    if text and outer_type.architecture is not None:  # the model type that remains is that of the text
+    names_text = bool(text) or outer_type.text_type is not None
+    if names_text and outer_type.architecture is not None:  # the model type that remains is that of the text
         flat.setdefault("architectures", [outer_type.architecture])
     # The outer config is that of the whole checkpoint, with its head.
     of_text = {**(absent or {}), **text_part_values(outer, text)}

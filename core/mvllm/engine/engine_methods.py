@@ -36,9 +36,11 @@ class AddedMethods:
 def _added_attribute(engine: object, name: str) -> object:
     """
     Raises:
-        AttributeError: No installed package adds it; names the package if one is known.
+        AttributeError: No installed package adds it; names the package if one is known. Or a property has raised it.
         ConfigError: The package that adds it is not allowed or cannot be loaded, or several add it.
     """
+    if hasattr(type(engine), name):  # a property that has raised an AttributeError, which says why
+        return object.__getattribute__(engine, name)
     if not name.startswith("_"):
         source = plugin_groups.find(plugin_groups.ENGINE_METHODS, name)
         if source is not None:

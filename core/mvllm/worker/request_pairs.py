@@ -10,12 +10,14 @@ combined logits, which are float32. The companion's own sample is replaced by th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import NewRequestData
 from mvllm.ops.logsumexp import logsumexp as reference_logsumexp
 from mvllm.platform.staging_buffers import StagingBuffers
@@ -24,6 +26,8 @@ from mvllm.sampling.filters import next_power_of_two
 from mvllm.sampling.logits_combiner import LogitsCombiner, load_combiner
 from mvllm.sampling.logprobs import LogSumExp
 from mvllm.sampling.sampler_output import ConditionalLogprobs, SamplerOutput
+
+logger = get_logger(__name__)
 
 
 class PairRows:
@@ -51,7 +55,7 @@ class PairRows:
         self._load = load
 
     def set_row(self, request: NewRequestData) -> None:
-        """Writes the state of a row for a request.
+        """Writes the state of a row for a request. Settings that its combiner cannot read fail that request alone.
 
         Raises:
             ConfigError: Its combiner is not installed.
@@ -64,7 +68,7 @@ class PairRows:
             self.combiners.append(self._load(request.combiner))
             self._names.append(request.combiner)
         self.number[row] = self._names.index(request.combiner)
-        self.weight[row] = self.combiners[self.number[row]].weight(request.combiner_settings)
+        self.weight[row] = _weight(self.combiners[self.number[row]], request)
         self.primary_row[row] = request.guided_row
         self.num_pairs += 1
 
@@ -97,6 +101,15 @@ class PairRows:
         """
         numbers, counts = np.unique(self.number[companions], return_counts=True)
         return [(self.combiners[number], int(count)) for number, count in zip(numbers, counts, strict=True)]
+
+
+def _weight(combiner: LogitsCombiner, request: NewRequestData) -> float:
+    """The weight of a companion; NaN if the combiner fails, so that the logits of this request are not valid."""
+    try:
+        return float(combiner.weight(request.combiner_settings))
+    except Exception as e:  # noqa: BLE001  (a plugin may raise anything, and the settings may be a client's)
+        logger.error("The logits combiner %r fails: %s: %s", request.combiner, type(e).__name__, e)
+        return math.nan
 
 
 @dataclass

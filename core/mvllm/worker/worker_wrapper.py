@@ -47,6 +47,10 @@ _OPTIONAL = frozenset(
 )
 
 
+_METHODS_OF_MODELS = frozenset(("decode_images",))
+"""Methods of WorkerProtocol that core's worker leaves to its model."""
+
+
 class WorkerWrapper:
     """Creates, calls and shuts down one worker.
 
@@ -91,7 +95,7 @@ class WorkerWrapper:
             raise ConfigError(
                 f"collective_rpc: method must be one of {', '.join(sorted(WORKER_METHODS))}, not {method!r}."
             )
-        if method == "call_model" and not hasattr(self._worker, method) and args[0] in WORKER_METHODS:
+        if method == "call_model" and not hasattr(self._worker, method) and args[0] in _METHODS_OF_MODELS:
             method, args = args  # a worker class may have the method itself, without a model of core
         if method in _OPTIONAL and not hasattr(self._worker, method):
             raise UnsupportedMethodError(f"{self._name} does not implement the optional method {method!r}.")

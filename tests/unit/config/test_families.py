@@ -201,6 +201,20 @@ def test_a_package_reads_a_config_without_architectures(tmp_path: Path, monkeypa
         build_model_config(model="m", folder=model, tokenizer=None)
 
 
+def test_a_model_type_of_a_package_outside_the_allow_list_does_not_stop_other_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_metadata(tmp_path / "site", "acme", "[mvllm.model_types]\nacme = acme_family\n")
+    prepend(monkeypatch, [str(folder)])
+    monkeypatch.setenv("MVLLM_PLUGINS", "")
+    write_folder(tmp_path, {**LLAMA, "model_type": "acme"})
+    config = build_model_config(model="m", folder=tmp_path, tokenizer=None)
+    assert config.architecture == LLAMA["architectures"][0]
+    write_folder(tmp_path, {**{k: v for k, v in LLAMA.items() if k != "architectures"}, "model_type": "acme"})
+    with pytest.raises(ConfigError, match=r"acme 0\.1\.0 .*which MVLLM_PLUGINS does not let in"):
+        build_model_config(model="m", folder=tmp_path, tokenizer=None)
+
+
 def test_a_family_of_a_missing_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     write_folder(tmp_path, {**LLAMA, "model_type": "janus"})

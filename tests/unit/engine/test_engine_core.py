@@ -12,9 +12,9 @@ from mvllm.config.engine_config import CacheConfig, ParallelConfig, SchedulerCon
 from mvllm.engine.core import engine_core as core_module
 from mvllm.engine.core.engine_core import EngineCore
 from mvllm.engine.process import inproc_client
-from mvllm.errors import CacheError, ConfigError, EngineDeadError
+from mvllm.errors import CacheError, ConfigError, EngineDeadError, RequestError
 from mvllm.executor.interface import Executor
-from mvllm.messages.commands import COMMANDS, CheckHealth, EngineCommand, ResetPrefixCache
+from mvllm.messages.commands import COMMANDS, CallModel, CheckHealth, EngineCommand, ResetPrefixCache
 from mvllm.messages.requests import EngineCoreRequest, FinishReason
 from mvllm.messages.sampling_params import SamplingParams, StructuredOutputsParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput
@@ -318,3 +318,10 @@ def test_several_replicas_are_refused():
     chosen = type("Chosen", (), {"platform": FakePlatform()})()
     with pytest.raises(ConfigError, match=r"data_parallel_size is 2.*there is one engine"):
         inproc_client.make_client(config, chosen)
+
+
+def test_a_method_of_the_model_that_returns_nothing_is_not_blamed_on_the_launcher(make_core):
+    core = make_core()
+    with pytest.raises(RequestError, match=r"'measure' returned nothing on any rank\.$"):
+        core.call(CallModel("measure", [1]))
+    assert make_core.executors[0].arguments["call_model"] == ("measure", [1])

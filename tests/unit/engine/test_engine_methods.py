@@ -37,3 +37,14 @@ def test_a_method_of_a_missing_package_names_it(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(AttributeError, match=message):
         engine.generate_images("a house")
     assert not hasattr(engine, "images")
+
+
+@pytest.mark.parametrize("kind", [LLM, LLMEngine, AsyncLLM])
+def test_an_attribute_error_within_a_property_is_not_hidden(kind: type[AddedMethods]) -> None:
+    class Engine(kind):  # type: ignore[valid-type, misc]
+        @property
+        def doubled(self) -> int:
+            return self.no_such_part.count * 2  # type: ignore[no-any-return]
+
+    with pytest.raises(AttributeError, match=r"no attribute 'no_such_part'$"):
+        Engine.__new__(Engine).doubled  # noqa: B018

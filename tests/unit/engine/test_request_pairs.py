@@ -48,7 +48,8 @@ class Contrast(PairRequests):
 @pytest.fixture
 def contrast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = f"[mvllm.request_pairs]\ncontrast = {__name__}:Contrast\n"
-    prepend(monkeypatch, [str(write_metadata(tmp_path, "contrast", group))])
+    combiner = f"[mvllm.logits_combiners]\ndifference = {__name__}:Difference\n"
+    prepend(monkeypatch, [str(write_metadata(tmp_path, "contrast", group + combiner))])
 
 
 def asks(**more: object) -> SamplingParams:
@@ -69,6 +70,24 @@ def test_a_package_makes_the_companions_of_requests_that_name_it():
     assert [child.pair for child in children] == [own.core.pair] * 2
 
 
+@pytest.mark.parametrize("allowed", [None, "contrast-pairs"])
+def test_a_kind_without_its_combiner_is_refused(
+    allowed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers would fail in the step that starts such a request, and the engine with them."""
+    folders = [
+        write_metadata(tmp_path / "a", "contrast-pairs", f"[mvllm.request_pairs]\ncontrast = {__name__}:Contrast\n")
+    ]
+    if allowed is not None:
+        group = f"[mvllm.logits_combiners]\ndifference = {__name__}:Difference\n"
+        folders.append(write_metadata(tmp_path / "b", "contrast-combiner", group))
+        monkeypatch.setenv("MVLLM_PLUGINS", allowed)
+    prepend(monkeypatch, [str(folder) for folder in folders])
+    with pytest.raises(RequestError, match="logits combiner 'difference'") as caught:
+        InputProcessor(make_config(), None).process("r", [7], asks())
+    assert caught.value.parameter == "extra_args"
+
+
 @pytest.mark.usefixtures("contrast")
 def test_companions_are_refused_where_they_cannot_be():
     config = make_config()
@@ -80,6 +99,19 @@ def test_companions_are_refused_where_they_cannot_be():
     assert caught.value.parameter == "strength"
     with pytest.raises(RequestError, match="strength cannot be combined with images"):
         check_params_with_items(asks(), [], RequestPair("difference", [9], parameter="strength"))
+
+
+@pytest.mark.usefixtures("contrast")
+def test_a_request_has_one_kind_which_has_a_name():
+    processor = InputProcessor(make_config(), None)
+    both = SamplingParams(guidance_scale=2, extra_args={"request_pair": "contrast"})
+    for params, message in (
+        (SamplingParams(extra_args={"request_pair": 5}), "must be the name of a kind of request pairs; got 5"),
+        (both, "a request has one companion"),
+    ):
+        with pytest.raises(RequestError, match=message) as caught:
+            processor.process("r", [7], params)
+        assert caught.value.parameter == "extra_args"
 
 
 def test_a_kind_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from mvllm.errors import ConfigError, PlatformError
+from mvllm.errors import ConfigError, PlatformError, UnsupportedMethodError
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.phases import Phase, current_phase
 from mvllm.platform.topology import WorkerContext
@@ -59,6 +59,21 @@ def test_errors_of_the_worker_are_raised(wrapped):
     with pytest.raises(RuntimeError, match="does not answer"):
         wrapped[0].call("check_health")
     assert current_phase() is None
+
+
+def test_a_worker_without_a_model_of_core_may_decode_images_itself(wrapped):
+    wrapper, worker, _ = wrapped
+    with pytest.raises(UnsupportedMethodError, match="'decode_images'"):
+        wrapper.call("call_model", "decode_images", [b"", 1, 1])
+    worker.decode_images = lambda *args: args
+    assert wrapper.call("call_model", "decode_images", [b"", 1, 1]) == (b"", 1, 1)
+
+
+def test_other_methods_of_a_worker_are_not_those_of_its_model(wrapped):
+    wrapper, worker, _ = wrapped
+    with pytest.raises(UnsupportedMethodError, match="'call_model'"):
+        wrapper.call("call_model", "warm_up", [])
+    assert "warm_up" not in [name for name, _ in worker.calls]
 
 
 def test_shutdown_happens_once(wrapped):

@@ -288,6 +288,8 @@ class EngineCore:
         for result in self._executor.collective_rpc("call_model", (method, args)):
             if result not in (None, b""):
                 return result
+        if not self._needs_identical_plans:
+            raise RequestError(f"The model's method {method!r} returned nothing on any rank.", parameter="model")
         raise RequestError(
             f"The rank in this process does not answer {method}, and with external_launcher each process calls its own "
             "rank only. Call it on the first rank of the last pipeline stage."

@@ -176,17 +176,20 @@ class LoRAManager:
         """Loads the adapters of requests that start in a step, before it is executed.
 
         Args:
-            in_use: Returns the ids of running requests' adapters, those of the step included.
+            in_use: Returns the ids of running requests' adapters, those of the step included. Called at most once: it
+                looks at each running request.
 
         Returns:
             Errors by position in the step's batch, of rows whose adapter files are missing or have changed. The step
             computes these rows as well.
         """
         errors: dict[int, str] = {}
+        used: Collection[int] | None = None
         for new in plan.new_requests:
             if new.lora_request is not None:
+                used = in_use() if used is None else used
                 try:
-                    self.add(new.lora_request, in_use())
+                    self.add(new.lora_request, used)
                 except (RequestError, PlatformError) as e:
                     if new.row in plan.rows:  # else the other side of a guided request is, with the same adapter
                         errors[plan.rows.index(new.row)] = str(e)

@@ -20,6 +20,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.errors import ConfigError, RequestError
 from mvllm.installable import missing_part
+from mvllm.messages.field_checks import describe_value
 from mvllm.messages.requests import RequestPair
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -65,7 +66,8 @@ class PairRequests(ABC):
 
     @abstractmethod
     def settings(self, params: SamplingParams) -> bytes:
-        """What the combiner reads: for instance a msgspec.Struct, encoded.
+        """What the combiner reads: for instance a msgspec.Struct, encoded. Values of `extra_args` are those of any HTTP
+        client, so their types are checked here.
 
         Raises:
             RequestError: A parameter is not valid.
@@ -118,11 +120,26 @@ class PairRequestsOfEngine:
 
 
 def pair_name(params: SamplingParams) -> str | None:
-    """The name of the kind of pairs that a request asks for."""
-    if params.is_guided:
-        return _GUIDANCE
+    """The name of the kind of pairs that a request asks for.
+
+    Raises:
+        RequestError: `extra_args` has something else than a name, or asks for another kind than `guidance_scale`.
+    """
     name = params.extra_args.get(EXTRA_ARG) if params.extra_args else None
-    return name if isinstance(name, str) else None
+    if name is not None and not isinstance(name, str):
+        raise RequestError(
+            f"extra_args[{EXTRA_ARG!r}] must be the name of a kind of request pairs; got {describe_value(name)}",
+            parameter="extra_args",
+        )
+    if not params.is_guided:
+        return name
+    if name not in (None, _GUIDANCE):
+        raise RequestError(
+            f"guidance_scale cannot be combined with extra_args[{EXTRA_ARG!r}] = {describe_value(name)}: a request has "
+            "one companion. Omit one.",
+            parameter="extra_args",
+        )
+    return _GUIDANCE
 
 
 def make_pair(
@@ -146,6 +163,7 @@ def make_pair(
 
 
 def _load(name: str) -> type[PairRequests]:
+    """The class of a kind, whose combiner is installed: a worker that lacks it fails, and the engine with it."""
     parameter = "guidance_scale" if name == _GUIDANCE else "extra_args"
     try:
         source = plugin_groups.find(plugin_groups.REQUEST_PAIRS, name)
@@ -164,4 +182,8 @@ def _load(name: str) -> type[PairRequests]:
         raise RequestError(
             f"{source} must name a subclass of mvllm.extension_api.request_pairs.PairRequests.", parameter=parameter
         )
+    try:
+        plugin_groups.require(plugin_groups.LOGITS_COMBINERS, found.combiner)
+    except ConfigError as e:
+        raise RequestError(str(e), parameter=parameter) from e
     return found

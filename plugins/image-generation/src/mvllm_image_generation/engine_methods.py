@@ -50,15 +50,15 @@ def generate_images(engine: Engine) -> Callable[..., Any]:
 
 
 def decode_images(engine: Engine) -> Callable[..., Any]:
-    """`llm.decode_images`; of an LLMEngine the call of the model, with codes and pixels as bytes.
+    """`llm.decode_images`; of an LLMEngine the call of the model, with codes and pixels as bytes."""
+    if not isinstance(engine, LLMEngine):
+        return images(engine).decode
 
-    Raises:
-        RequestError: The model generates no images.
-    """
-    if isinstance(engine, LLMEngine):
-        image_requests(engine)
-        return lambda codes, rows, columns: engine.call_model(DECODE, (codes, rows, columns))
-    return images(engine).decode
+    def decode(codes: bytes, rows: int, columns: int) -> Any:
+        image_requests(engine)  # raises if the model generates no images
+        return engine.call_model(DECODE, (codes, rows, columns))
+
+    return decode
 
 
 def image_requests(engine: Engine) -> ImageRequests:

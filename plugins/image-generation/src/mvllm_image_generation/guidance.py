@@ -42,7 +42,8 @@ class Guidance(PairRequests):
         self._bos_token_id: int | None = bos if is_token else None
 
     def settings(self, params: SamplingParams) -> bytes:
-        assert params.guidance_scale is not None
+        if params.guidance_scale is None:
+            raise RequestError("request_pair is 'guidance', which needs guidance_scale.", parameter="guidance_scale")
         return encode(GuidanceSettings(params.guidance_scale))
 
     def shared_prompt(self, params: SamplingParams) -> list[int] | None:

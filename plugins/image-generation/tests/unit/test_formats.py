@@ -58,3 +58,13 @@ def test_another_architecture_with_the_classes_of_janus_is_told_what_it_needs(tm
 def test_malformed_multipliers_of_a_pixel_decoder_are_refused(found):
     with pytest.raises(ModelError, match="'channel_multiplier' should be a list of integers above 0, found "):
         channel_multipliers(HFConfig({"channel_multiplier": found}, "config.json: 'vq_config'"), JANUS_MULTIPLIERS)
+
+
+@pytest.mark.parametrize("kind", ["janus", "emu3"])
+@pytest.mark.parametrize("text", [{}, {"text_config": {}}, {"text_config": {"num_hidden_layers": 3}}])
+def test_a_config_of_defaults_without_architectures_is_that_of_its_family(tmp_path, kind, text):
+    codes = {f"<|visual token {code:06d}|>": 7 + code for code in range(5)}
+    write_folder(tmp_path, {"model_type": kind, "vocabulary_map": codes, **text})
+    config = build_model_config(model="m", folder=tmp_path, tokenizer=None)
+    assert config.architecture.lower() == f"{kind}forconditionalgeneration"
+    assert list(config.token_spaces) == ["image"]

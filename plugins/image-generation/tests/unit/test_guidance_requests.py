@@ -38,6 +38,14 @@ def test_without_guidance_there_is_no_companion(scale):
     assert request.core.pair is None
 
 
+def test_guidance_by_the_name_of_its_kind_needs_a_scale():
+    with pytest.raises(RequestError, match="needs guidance_scale") as caught:
+        process(SamplingParams(extra_args={"request_pair": "guidance"}))
+    assert caught.value.parameter == "guidance_scale"
+    request = process(SamplingParams(guidance_scale=2, extra_args={"request_pair": "guidance"}))
+    assert request.core.pair == process(SamplingParams(guidance_scale=2)).core.pair
+
+
 def test_a_negative_prompt_is_a_text_or_token_ids():
     text = process(SamplingParams(guidance_scale=2, negative_prompt="Hello world"))
     assert text.core.pair.prompt_token_ids == make_tokenizer().encode("Hello world")

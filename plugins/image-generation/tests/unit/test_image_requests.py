@@ -6,11 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 
+from mvllm import LLMEngine
 from mvllm.errors import RequestError
 from mvllm_image_generation import requests as image_requests
 from mvllm_image_generation.image_params import ImageParams
 from mvllm_image_generation.requests import ImageRequests
 from tests.unit.engine.builders import make_config
+
+
+def test_an_engine_of_text_has_the_methods_which_say_that_it_generates_text() -> None:
+    engine = LLMEngine.__new__(LLMEngine)
+    engine.config, engine._tokenizer = make_config(), None
+    assert hasattr(engine, "decode_images")
+    with pytest.raises(RequestError, match="generates text, not images"):
+        engine.decode_images(b"", 1, 1)
 
 
 @pytest.mark.parametrize(
