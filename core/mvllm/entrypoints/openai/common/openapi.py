@@ -160,7 +160,8 @@ def _operation(route: Route) -> dict[str, Any]:
     ]
     operation: dict[str, Any] = {"responses": {"200": {"description": "The response."}}}
     if isinstance(route, APIRoute):
-        operation |= {"tags": list(route.tags), "summary": route.summary, **route.openapi_extra}
+        named = {"tags": list(route.tags), "summary": route.summary}
+        operation |= {**{name: value for name, value in named.items() if value}, **route.openapi_extra}
         description = inspect.cleandoc(route.description or "")
         if description and description != route.summary:
             operation["description"] = description
