@@ -67,6 +67,14 @@ def test_a_plugins_404_keeps_its_text(router: Router) -> None:
     assert wrong.headers["allow"] == "POST"
 
 
+def test_the_headers_of_an_error_are_sent() -> None:
+    async def wait(request: Request) -> Any:
+        raise HTTPException(429, "Later.", headers={"retry-after": "7"})
+
+    found = ask(Router([Route("/wait", wait)]), "GET", "wait")
+    assert found.status_code == 429 and found.headers["retry-after"] == "7"
+
+
 def test_routes_of_fastapi_keep_their_parameters_and_their_description() -> None:
     router = fastapi.APIRouter()
 
