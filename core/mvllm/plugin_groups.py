@@ -20,9 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from mvllm.errors import ConfigError
 from mvllm.installable import installable_parts, missing_part
+from mvllm.logging import get_logger
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+logger = get_logger(__name__)
 
 ENVIRONMENT_VARIABLE = "MVLLM_PLUGINS"
 
@@ -172,12 +175,22 @@ def allowed_names(group: PluginGroup) -> tuple[str, ...]:
 def find(group: PluginGroup, name: str) -> PluginSource | None:
     """The plugin of that name; None if there is none. Imports nothing.
 
+    Of several, it is that of the package that `MVLLM_PLUGINS` lists, or else that of a part of mvllm, with a warning.
+
     Raises:
         ConfigError: The plugin is not allowed, or several have the name.
     """
     owners = [source for source in list_plugins(group) if source.name == name]
     let_in = [source for source in owners if is_allowed(source)]
     if len(let_in) > 1:
+        parts = installable_parts().values()
+        for packages in (allow_list() or (), parts):
+            chosen = [source for source in let_in if source.distribution.lower() in packages]
+            if len(chosen) == 1:
+                if packages is parts:
+                    others = "; ".join(str(source) for source in let_in if source not in chosen)
+                    logger.warning("The %s %r is that of %s, and not of %s.", group.noun, name, chosen[0], others)
+                return chosen[0]
         listed = "; ".join(map(str, let_in))
         raise ConfigError(
             f"The {group.noun} {name!r} is offered by {len(let_in)} installed packages: {listed}. Uninstall all but "

@@ -124,6 +124,17 @@ class TestEveryGroup:
         monkeypatch.setenv("MVLLM_PLUGINS", "acme-fork")
         assert plugin_groups.load_plugin_by_name(group, name)[1].__name__ == "acme_extras_fork"
 
+    def test_a_part_of_mvllm_keeps_its_names_unless_the_allow_list_has_the_other(self, group, site, monkeypatch):
+        site("", distribution="mvllm-bench")
+        site("", distribution="acme-fork", module="acme_extras_fork")
+        name = GROUPS[group.group]
+        for listed in (None, name, "somebody-else", "mvllm-bench", "acme-fork, mvllm-bench"):
+            if listed is not None:
+                monkeypatch.setenv("MVLLM_PLUGINS", listed)
+            assert plugin_groups.find(group, name).distribution == "mvllm-bench"
+        monkeypatch.setenv("MVLLM_PLUGINS", "acme-fork")
+        assert plugin_groups.find(group, name).distribution == "acme-fork"
+
     def test_an_unknown_name_is_refused_with_the_installed_ones(self, group, site):
         site("")
         with pytest.raises(ConfigError, match=f"'nobody'.*{group.group}.*{GROUPS[group.group]}"):
