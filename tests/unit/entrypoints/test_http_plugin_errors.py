@@ -119,6 +119,19 @@ def test_routes_without_a_tag_are_on_the_page() -> None:
     assert b"/hello" in docs_page(document).body
 
 
+def test_every_operation_has_an_id_of_its_own() -> None:
+    router = APIRouter()
+
+    async def hello(request: Request) -> Any:
+        return "hello"
+
+    for path in ("/items/{id}", "/items/id", "/items/{id}/", "/items_id"):
+        router.add_api_route(path, hello)
+    paths = openapi_document(router.routes, {"/plugins/p": router.routes}, ())["paths"]
+    ids = [operation["operationId"] for operations in paths.values() for operation in operations.values()]
+    assert len(set(ids)) == len(ids) == 8
+
+
 def test_a_plain_router_of_starlette_is_enough() -> None:
     async def hello(request: Request) -> Any:
         raise RequestError("Say who you are.", parameter="name")
