@@ -255,7 +255,7 @@ def test_any_text_gives_json_and_does_not_depend_on_the_split(name, pieces, at):
 
 
 @every_parser
-@pytest.mark.parametrize("comment", ["# one", "\"x\" # (", "1, # {", 'f"{x}"#'])
+@pytest.mark.parametrize("comment", ["# one", '"x" # (', "1, # {", 'f"{x}"#'])
 def test_a_comment_may_end_with_a_piece(name, comment):
     start, _ = AROUND[name]
     text = f"{start}f(b=1, a={comment}\n<"
