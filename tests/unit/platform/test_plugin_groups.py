@@ -16,7 +16,7 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.metrics.stat_loggers import StatLoggerManager
 from mvllm.entrypoints.cli.completion import complete_parser
 from mvllm.entrypoints.cli.help import subcommands
-from mvllm.entrypoints.cli.main import COMMANDS, main
+from mvllm.entrypoints.cli.main import COMMANDS, installed_commands, main
 from mvllm.errors import ConfigError, ModelError
 from mvllm.messages.requests import SchedulerStats
 from mvllm.models.registry import resolve_model_class, supported_architectures
@@ -149,6 +149,12 @@ def test_parts_of_mvllm_are_always_allowed(listed, site, monkeypatch):
     requirement = "mvllm-acme<0.2,>=0.1; extra == 'parts'"
     monkeypatch.setattr("importlib.metadata.requires", lambda name: [requirement])
     assert "acme" in plugin_groups.allowed_names(plugin_groups.CHECKPOINT_FORMATS)
+
+
+def test_a_command_is_listed_as_that_of_the_package_that_runs_it(site):
+    site("", groups={"mvllm.cli": "acme"}, distribution="mvllm-bench")
+    site("", groups={"mvllm.cli": "acme"}, distribution="zzz-fork", module="acme_extras_fork")
+    assert installed_commands()["acme"].distribution == "mvllm-bench"
 
 
 class TestModels:
