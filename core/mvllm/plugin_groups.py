@@ -204,6 +204,8 @@ def find(group: PluginGroup, name: str) -> PluginSource | None:
 
 def preferred(sources: Sequence[PluginSource]) -> PluginSource | None:
     """Which of several allowed plugins of one name is meant: see `find`. None if that is not clear."""
+    if len(sources) == 1:
+        return sources[0]
     for packages in (allow_list() or (), installable_parts().values()):
         chosen = [source for source in sources if source.distribution.lower() in packages]
         if len(chosen) == 1:
