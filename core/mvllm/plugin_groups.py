@@ -14,15 +14,18 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mvllm.errors import ConfigError
 from mvllm.installable import installable_parts, missing_part
+from mvllm.logging import get_logger
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+logger = get_logger(__name__)
 
 ENVIRONMENT_VARIABLE = "MVLLM_PLUGINS"
 
@@ -172,12 +175,19 @@ def allowed_names(group: PluginGroup) -> tuple[str, ...]:
 def find(group: PluginGroup, name: str) -> PluginSource | None:
     """The plugin of that name; None if there is none. Imports nothing.
 
+    Of several, it is that of the package that `MVLLM_PLUGINS` lists, or else that of a part of mvllm, with a warning.
+
     Raises:
         ConfigError: The plugin is not allowed, or several have the name.
     """
     owners = [source for source in list_plugins(group) if source.name == name]
     let_in = [source for source in owners if is_allowed(source)]
     if len(let_in) > 1:
+        if (chosen := preferred(let_in)) is not None:
+            if chosen.distribution.lower() not in (allow_list() or ()):
+                others = "; ".join(str(source) for source in let_in if source != chosen)
+                logger.warning("The %s %r is that of %s, and not of %s.", group.noun, name, chosen, others)
+            return chosen
         listed = "; ".join(map(str, let_in))
         raise ConfigError(
             f"The {group.noun} {name!r} is offered by {len(let_in)} installed packages: {listed}. Uninstall all but "
@@ -190,6 +200,17 @@ def find(group: PluginGroup, name: str) -> PluginSource | None:
             f"lets in: {listed}). Add {owners[0].distribution} if you trust that package."
         )
     return let_in[0] if let_in else None
+
+
+def preferred(sources: Sequence[PluginSource]) -> PluginSource | None:
+    """Which of several allowed plugins of one name is meant: see `find`. None if that is not clear."""
+    if len(sources) == 1:
+        return sources[0]
+    for packages in (allow_list() or (), installable_parts().values()):
+        chosen = [source for source in sources if source.distribution.lower() in packages]
+        if len(chosen) == 1:
+            return chosen[0]
+    return None
 
 
 def load(group: PluginGroup, source: PluginSource) -> Any:

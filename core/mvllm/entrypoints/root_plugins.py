@@ -56,18 +56,21 @@ class Part:
     """What a package of mvllm's own adds to the server, to name the package where it is missing.
 
     Attributes:
-        name: The plugin's name, which is that of the extra, too.
+        name: The name of the extra.
         paths: Beginnings of its paths.
         options: Its options of `mvllm serve`.
+        plugin: The plugin's name; empty for that of the extra.
     """
 
     name: str
     paths: tuple[str, ...]
     options: tuple[str, ...] = ()
+    plugin: str = ""
 
 
 PARTS = (
     Part("compat", ("/api/", "/v1/messages")),
+    Part("image-generation", ("/v1/images/",), plugin="images"),
     Part(
         "responses",
         ("/v1/responses", "/v1/conversations", "/v1/chat/completions/"),
@@ -215,8 +218,9 @@ class _MissingOption(argparse.Action):
 
 def missing_part_of(path: str) -> str | None:
     """An error's text for a path of a part that is not installed; None for other paths."""
+    installed = {source.name for source in plugin_groups.list_plugins(plugin_groups.HTTP)}
     for part in PARTS:
         is_its_path = path.startswith(tuple(f"{p.rstrip('/')}/" for p in part.paths)) or path in part.paths
-        if is_its_path and all(s.name != part.name for s in plugin_groups.list_plugins(plugin_groups.HTTP)):
+        if is_its_path and (part.plugin or part.name) not in installed:
             return missing_part(part.name, "This path")
     return None

@@ -19,6 +19,7 @@ from mvllm.entrypoints.openai.common.request_body import BodyReader
 from mvllm.entrypoints.openai.server.error_handlers import make_application
 from mvllm.entrypoints.openai.server.fastapi_routers import routes_of
 from mvllm.entrypoints.openai.server.http_plugins import LoadedPlugin
+from mvllm.entrypoints.openai.server.web_pages import docs_page
 from mvllm.errors import RequestError
 from mvllm.plugin_groups import PluginSource
 
@@ -66,6 +67,14 @@ def test_a_plugins_404_keeps_its_text(router: Router) -> None:
     assert wrong.headers["allow"] == "POST"
 
 
+def test_the_headers_of_an_error_are_sent() -> None:
+    async def wait(request: Request) -> Any:
+        raise HTTPException(429, "Later.", headers={"retry-after": "7"})
+
+    found = ask(Router([Route("/wait", wait)]), "GET", "wait")
+    assert found.status_code == 429 and found.headers["retry-after"] == "7"
+
+
 def test_routes_of_fastapi_keep_their_parameters_and_their_description() -> None:
     router = fastapi.APIRouter()
 
@@ -79,6 +88,48 @@ def test_routes_of_fastapi_keep_their_parameters_and_their_description() -> None
     document = openapi_document([], {"/plugins/p": routes_of(router)}, ())
     [parameter] = document["paths"]["/plugins/p/double"]["get"]["parameters"]
     assert parameter["name"] == "number" and parameter["schema"]["type"] == "integer"
+
+
+def test_a_router_of_fastapi_may_include_others() -> None:
+    inner, router = fastapi.APIRouter(prefix="/inner"), fastapi.APIRouter(prefix="/outer")
+
+    async def show(number: int) -> dict[str, int]:
+        return {"number": number}
+
+    inner.add_api_route("/{number}", show, methods=["GET"])
+    router.include_router(inner)
+    assert ask(router, "GET", "outer/inner/4").json() == {"number": 4}
+    assert ask(router, "GET", "outer/inner/x").json()["error"]["param"] == "number"
+    wrong = ask(router, "POST", "outer/inner/4")
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "GET"
+    assert ask(router, "GET", "inner/4").json()["error"]["code"] == "unknown_path"
+    document = openapi_document([], {"/plugins/p": routes_of(router)}, ())
+    assert "/plugins/p/outer/inner/{number}" in document["paths"]
+
+
+def test_routes_without_a_tag_are_on_the_page() -> None:
+    router = APIRouter()
+
+    async def hello(request: Request) -> Any:
+        return "hello"
+
+    router.add_api_route("/hello", hello)
+    document = openapi_document(router.routes, {}, ())
+    assert "tags" not in document["paths"]["/hello"]["get"]
+    assert b"/hello" in docs_page(document).body
+
+
+def test_every_operation_has_an_id_of_its_own() -> None:
+    router = APIRouter()
+
+    async def hello(request: Request) -> Any:
+        return "hello"
+
+    for path in ("/items/{id}", "/items/id", "/items/{id}/", "/items_id"):
+        router.add_api_route(path, hello)
+    paths = openapi_document(router.routes, {"/plugins/p": router.routes}, ())["paths"]
+    ids = [operation["operationId"] for operations in paths.values() for operation in operations.values()]
+    assert len(set(ids)) == len(ids) == 8
 
 
 def test_a_plain_router_of_starlette_is_enough() -> None:

@@ -217,6 +217,7 @@ class TestMissingParts:
             ("/api/chat", "compat"),
             ("/v1/messages", "compat"),
             ("/v1/messages/count_tokens", "compat"),
+            ("/v1/images/generations", "image-generation"),
             ("/v1/responses", "responses"),
             ("/v1/conversations", "responses"),
             ("/v1/chat/completions/chatcmpl-1", "responses"),

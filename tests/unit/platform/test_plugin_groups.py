@@ -16,7 +16,7 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.metrics.stat_loggers import StatLoggerManager
 from mvllm.entrypoints.cli.completion import complete_parser
 from mvllm.entrypoints.cli.help import subcommands
-from mvllm.entrypoints.cli.main import COMMANDS, main
+from mvllm.entrypoints.cli.main import COMMANDS, installed_commands, main
 from mvllm.errors import ConfigError, ModelError
 from mvllm.messages.requests import SchedulerStats
 from mvllm.models.registry import resolve_model_class, supported_architectures
@@ -124,6 +124,17 @@ class TestEveryGroup:
         monkeypatch.setenv("MVLLM_PLUGINS", "acme-fork")
         assert plugin_groups.load_plugin_by_name(group, name)[1].__name__ == "acme_extras_fork"
 
+    def test_a_part_of_mvllm_keeps_its_names_unless_the_allow_list_has_the_other(self, group, site, monkeypatch):
+        site("", distribution="mvllm-bench")
+        site("", distribution="acme-fork", module="acme_extras_fork")
+        name = GROUPS[group.group]
+        for listed in (None, name, "somebody-else", "mvllm-bench", "acme-fork, mvllm-bench"):
+            if listed is not None:
+                monkeypatch.setenv("MVLLM_PLUGINS", listed)
+            assert plugin_groups.find(group, name).distribution == "mvllm-bench"
+        monkeypatch.setenv("MVLLM_PLUGINS", "acme-fork")
+        assert plugin_groups.find(group, name).distribution == "acme-fork"
+
     def test_an_unknown_name_is_refused_with_the_installed_ones(self, group, site):
         site("")
         with pytest.raises(ConfigError, match=f"'nobody'.*{group.group}.*{GROUPS[group.group]}"):
@@ -138,6 +149,12 @@ def test_parts_of_mvllm_are_always_allowed(listed, site, monkeypatch):
     requirement = "mvllm-acme<0.2,>=0.1; extra == 'parts'"
     monkeypatch.setattr("importlib.metadata.requires", lambda name: [requirement])
     assert "acme" in plugin_groups.allowed_names(plugin_groups.CHECKPOINT_FORMATS)
+
+
+def test_a_command_is_listed_as_that_of_the_package_that_runs_it(site):
+    site("", groups={"mvllm.cli": "acme"}, distribution="mvllm-bench")
+    site("", groups={"mvllm.cli": "acme"}, distribution="zzz-fork", module="acme_extras_fork")
+    assert installed_commands()["acme"].distribution == "mvllm-bench"
 
 
 class TestModels:

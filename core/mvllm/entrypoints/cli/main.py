@@ -127,10 +127,11 @@ def installed_commands() -> dict[str, PluginSource]:
     """Allowed commands of other packages, by name. None is imported."""
     from mvllm import plugin_groups
 
-    sources = plugin_groups.list_plugins(plugin_groups.COMMANDS)
-    return {
-        source.name: source for source in sources if source.name not in COMMANDS and plugin_groups.is_allowed(source)
-    }
+    by_name: dict[str, list[PluginSource]] = {}
+    for source in plugin_groups.list_plugins(plugin_groups.COMMANDS):
+        if source.name not in COMMANDS and plugin_groups.is_allowed(source):
+            by_name.setdefault(source.name, []).append(source)
+    return {name: plugin_groups.preferred(same) or same[-1] for name, same in by_name.items()}
 
 
 def command_summary(source: PluginSource) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,9 +14,10 @@ import pytest
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.messages.requests import FinishReason
+from mvllm_compat.ollama.embeddings import OllamaEmbedHandler
 from mvllm_compat.ollama.input_messages import chat_messages, chat_request, generate_request
 from mvllm_compat.ollama.models import capabilities
-from mvllm_compat.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest
+from mvllm_compat.ollama.protocol import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
 from tests.unit.entrypoints.builders import TOKENIZER, save_model_folder
 from tests.unit.entrypoints.scripted_server import TEMPLATE, Server
 
@@ -230,6 +233,16 @@ def test_a_model_that_takes_images_has_vision(settings: dict[str, Any], sees: bo
     renderer = SimpleNamespace(tool_parser=None, reasoning_parser=None)
     context = ServingContext(cast(Any, engine), cast(Any, None), cast(Any, renderer))
     assert capabilities(context) == ["completion", *(["vision"] if sees else [])]
+
+
+def test_the_vectors_of_a_request_do_not_wait_for_garbage_collection() -> None:
+    context = cast(ServingContext, SimpleNamespace(engine=None))
+    gc.disable()
+    try:
+        handler = weakref.ref(OllamaEmbedHandler(context, "m", OllamaEmbedRequest(input="x")))
+        assert handler() is None
+    finally:
+        gc.enable()
 
 
 def test_the_root_says_what_clients_look_for_and_shows_browsers_the_page(folder: str) -> None:

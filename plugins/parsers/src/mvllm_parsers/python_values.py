@@ -88,7 +88,7 @@ class PythonValueReader:
         """
         i = start
         while i < len(text) and not self.done:
-            before = i
+            before = i, self._in_comment
             if self._quote:
                 i = self._read_string(text, i, out)
             elif self._in_comment:
@@ -97,7 +97,7 @@ class PythonValueReader:
                 i = at if at >= 0 else len(text)
             else:
                 i = self._read_outside(text, i, out)
-            if i == before:
+            if (i, self._in_comment) == before:
                 break
         return i
 

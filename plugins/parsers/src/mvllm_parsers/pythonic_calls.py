@@ -71,7 +71,7 @@ class KeywordArgumentsReader:
         """Parses from `start`, appends deltas to `out`, and returns the index of the first unread character."""
         i = start
         while i < len(text) and not (self.done or self.failed):
-            before = i, self._expected, self._value
+            before = i, self._expected, self._value, self._in_comment
             if self._value is not None:
                 i = self._read_value(text, i, out)
             elif self._in_comment:
@@ -82,7 +82,7 @@ class KeywordArgumentsReader:
                 return len(text)
             else:
                 i = self._read_structure(text, found.start(), out)
-            if (i, self._expected, self._value) == before:
+            if (i, self._expected, self._value, self._in_comment) == before:
                 break  # the rest may begin a longer token
         return i
 

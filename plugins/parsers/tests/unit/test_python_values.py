@@ -8,7 +8,7 @@ import time
 import warnings
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mvllm.entrypoints.parsers.output_parser import OutputParser
@@ -241,6 +241,7 @@ pieces_of_code = st.lists(
 
 @every_parser
 @settings(max_examples=60)
+@example(pieces=['f"{x}"', "#"], at=[29])
 @given(pieces=pieces_of_code, at=cuts)
 def test_any_text_gives_json_and_does_not_depend_on_the_split(name, pieces, at):
     start, end = AROUND[name]
@@ -251,6 +252,16 @@ def test_any_text_gives_json_and_does_not_depend_on_the_split(name, pieces, at):
         parsed = parser.parse(text)
     assert all(isinstance(json.loads(call.arguments), dict) for call in parsed.tool_calls)
     assert without_ids(streamed(parser, cut(text, at))) == without_ids(streamed(parser, text)) == without_ids(parsed)
+
+
+@every_parser
+@pytest.mark.parametrize("comment", ["# one", '"x" # (', "1, # {", 'f"{x}"#'])
+def test_a_comment_may_end_with_a_piece(name, comment):
+    start, _ = AROUND[name]
+    text = f"{start}f(b=1, a={comment}\n<"
+    parser = OutputParser(tools=PARSERS[name]())
+    for i in range(len(text)):
+        assert without_ids(streamed(parser, [text[:i], text[i:]])) == without_ids(parser.parse(text)), text[:i]
 
 
 @settings(max_examples=60)

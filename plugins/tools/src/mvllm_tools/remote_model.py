@@ -112,10 +112,12 @@ class RemoteModel:
         return text, error
 
     def _first_model_name(self) -> str:
+        import httpx2
+
         with self._request("GET", "/v1/models") as response:
             try:
                 return first_model_id(b"".join(response.iter_raw()))
-            except (ValueError, LookupError, TypeError) as e:
+            except (httpx2.HTTPError, ValueError, LookupError, TypeError) as e:
                 raise ConfigError(f"{self._url} lists no model. Name one with --model.") from e
 
     def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:

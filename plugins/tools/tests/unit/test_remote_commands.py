@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import socket
+import threading
 
 import pytest
 
@@ -103,6 +105,22 @@ def test_an_answer_that_fails_is_an_error(answer, expected, capsys):
         assert main(["complete", "--url", server.url, "--prompt", "x"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and expected in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"data": []}'])
+def test_a_list_of_models_that_breaks_off_or_is_empty_is_an_error(body, capsys):
+    def answer(listener):
+        with listener.accept()[0] as connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n" + body)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=[listener])
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert main(["complete", "--url", url, "--prompt", "x"]) == 1
+        thread.join()
+    assert f"error: {url} lists no model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -112,11 +113,14 @@ def openapi_document(
         part_schemas |= more_schemas
         for path, operations in part_paths.items():
             paths[prefix + path] = {method: {**each, "tags": ["plugins"]} for method, each in operations.items()}
+    names: Counter[str] = Counter()
     for path, operations in paths.items():
         name = find_format(formats, {"path": path, "headers": []}).error_name
         content = {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}
         for method, operation in operations.items():
-            operation["operationId"] = re.sub(r"\W+", "_", f"{method}{path}").rstrip("_")
+            plain = re.sub(r"\W+", "_", f"{method}{path}").rstrip("_")
+            names[plain] += 1  # /items/{id} and /items/id
+            operation["operationId"] = plain if names[plain] == 1 else f"{plain}__{names[plain]}"
             operation["responses"].pop("422", None)
             operation["responses"]["default"] = {"description": "An error.", "content": content}
             if path in public_paths:
@@ -160,7 +164,8 @@ def _operation(route: Route) -> dict[str, Any]:
     ]
     operation: dict[str, Any] = {"responses": {"200": {"description": "The response."}}}
     if isinstance(route, APIRoute):
-        operation |= {"tags": list(route.tags), "summary": route.summary, **route.openapi_extra}
+        named = {"tags": list(route.tags), "summary": route.summary}
+        operation |= {**{name: value for name, value in named.items() if value}, **route.openapi_extra}
         description = inspect.cleandoc(route.description or "")
         if description and description != route.summary:
             operation["description"] = description

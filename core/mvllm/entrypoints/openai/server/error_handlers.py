@@ -55,9 +55,9 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
         if (missing := missing_part_of(request.scope["path"])) is not None:
             refused = APIError(404, missing, code="not_installed")
         return error_response(refused, request.scope)
+    refused = APIError(error.status_code, str(error.detail))
     if error.status_code == 405:
         refused = APIError(405, "This path does not accept this method.", code="method_not_allowed")
-        response = error_response(refused, request.scope)
-        response.headers.update(error.headers or {})
-        return response
-    return error_response(APIError(error.status_code, str(error.detail)), request.scope)
+    response = error_response(refused, request.scope)
+    response.headers.update(error.headers or {})
+    return response

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route, Router
+from starlette.routing import BaseRoute, Match, Router
 from starlette.types import Receive, Scope, Send
 
 from mvllm.entrypoints.openai.common.api_format import error_response
@@ -24,14 +24,13 @@ def routes_of(router: Router) -> Sequence[BaseRoute]:
 
 
 class FastAPIRoutes(BaseRoute):
-    """The routes of a router of FastAPI, as one route of Starlette.
+    """The routes of a router of FastAPI, with those of the routers that it includes, as one route of Starlette.
 
     Args:
         router: The router.
 
     Attributes:
         app: The application that serves them.
-        routes: The router's routes.
     """
 
     def __init__(self, router: Router) -> None:
@@ -42,17 +41,11 @@ class FastAPIRoutes(BaseRoute):
         self.app = add_error_handlers(app)
         self.app.add_exception_handler(RequestValidationError, _handle_validation_error)
         self.app.include_router(cast(APIRouter, router))
-        self.routes = [route for route in router.routes if isinstance(route, Route)]
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """See Starlette's BaseRoute."""
-        found = Match.NONE
-        for route in self.routes:
-            match, _ = route.matches(scope)
-            if match is Match.FULL:
-                return match, {"route": route}
-            found = max(found, match, key=lambda each: each.value)
-        return found, {}
+        """See Starlette's BaseRoute. The application notes its route in the scope."""
+        found = (route.matches(scope)[0] for route in self.app.router.routes)
+        return max(found, key=lambda match: match.value, default=Match.NONE), {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""

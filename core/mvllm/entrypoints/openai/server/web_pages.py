@@ -35,7 +35,7 @@ def docs_page(document: Mapping[str, Any]) -> HTMLResponse:
     groups: dict[str, list[_Operation]] = {tag["name"]: [] for tag in document.get("tags", ())}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            groups.setdefault(operation.get("tags", ["other"])[0], []).append((method, path, operation))
+            groups.setdefault((operation.get("tags") or ["other"])[0], []).append((method, path, operation))
     about = {tag["name"]: tag["description"] for tag in document.get("tags", ())}
     schemas = document["components"]["schemas"]
     parts = []

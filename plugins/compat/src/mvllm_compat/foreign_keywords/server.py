@@ -83,6 +83,6 @@ FOREIGN_SERVER_OPTIONS: Mapping[str, ForeignKeyword] = {
     "log_error_stack": _flag("Errors of the server are logged with their traceback.", (True,)),
     "enable_per_request_metrics": _flag("/metrics has the times of all requests."),
     "enable_server_load_tracking": _flag("/metrics has the number of running requests.", (True,)),
-    "enable_offline_docs": _flag("/docs needs a network."),
+    "enable_offline_docs": _flag("/docs needs no network.", (True,)),
 }
 """Options by name, as in `FOREIGN_KEYWORDS`."""

@@ -33,26 +33,25 @@ class OllamaEmbedHandler(PoolingRequestHandler):
             truncate_prompt_tokens=None if request.truncate is False else -1,
             task=PoolingTask.EMBED,
         )
-        self._name = request.model or model
-        self.durations = RequestDurations()
-        super().__init__(
-            context, model, "ollama-", None, InputList(EmbeddingRequest(input=inputs), params), self._encode_vectors
-        )
+        name, durations = request.model or model, RequestDurations()
+
+        def encode(_: PoolingRequestHandler, outputs: Sequence[PoolingRequestOutput]) -> bytes:
+            return encode_json(
+                {
+                    "model": name,
+                    "embeddings": [msgspec.Raw(encode_json(output.outputs.data.tolist())) for output in outputs],
+                    **durations.fields(),
+                    "prompt_eval_count": pooling_usage(outputs)["prompt_tokens"],
+                }
+            )
+
+        self.durations = durations
+        super().__init__(context, model, "ollama-", None, InputList(EmbeddingRequest(input=inputs), params), encode)
 
     async def start(self) -> None:
         """See Handler."""
         self.durations.note_loaded()
         await super().start()
-
-    def _encode_vectors(self, _: PoolingRequestHandler, outputs: Sequence[PoolingRequestOutput]) -> bytes:
-        return encode_json(
-            {
-                "model": self._name,
-                "embeddings": [msgspec.Raw(encode_json(output.outputs.data.tolist())) for output in outputs],
-                **self.durations.fields(),
-                "prompt_eval_count": pooling_usage(outputs)["prompt_tokens"],
-            }
-        )
 
 
 def ollama_embeddings_handler(
