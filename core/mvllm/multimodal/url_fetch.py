@@ -84,6 +84,7 @@ async def _fetch(
         ):
             for _ in range(MAX_REDIRECTS + 1):
                 _check_url(url, allowed_hosts)
+                client.cookies.clear()  # what a redirect sets is not sent
                 async with client.stream("GET", url) as response:
                     target = _redirect_of(response, url)
                     if target is None:

@@ -18,6 +18,10 @@ from mvllm.multimodal.url_fetch import fetch_url
 HOST = "media.test"
 
 
+_SHOWN = ("cookie", "host")
+"""Paths whose content is a header of the request."""
+
+
 class Site(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -26,6 +30,7 @@ class Site(BaseHTTPRequestHandler):
         if name.startswith("to/"):
             self.send_response(302)
             self.send_header("Location", name.removeprefix("to/"))
+            self.send_header("Set-Cookie", "visited=yes; Path=/")
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
@@ -47,7 +52,7 @@ class Site(BaseHTTPRequestHandler):
             for _ in range(1000):
                 self.wfile.write(b"x" * 4096)
             return
-        body = self.headers["Host"].encode() if name == "host" else b"content"
+        body = str(self.headers["Host" if name == "host" else "Cookie"]).encode() if name in _SHOWN else b"content"
         self.send_header("Content-Length", str(len(body) + (name == "short")))
         self.end_headers()
         self.wfile.write(body)
@@ -79,6 +84,7 @@ def get(url: str, *, hosts: tuple[str, ...] | None = (HOST,), timeout: float = 5
 def test_an_allowed_host_is_fetched_whatever_its_address(port: int) -> None:
     assert get(f"http://{HOST}:{port}/picture") == b"content"
     assert get(f"http://{HOST.upper()}.:{port}/to//picture") == b"content"  # a relative redirect
+    assert get(f"http://{HOST}:{port}/to//cookie") == b"None"
 
 
 @pytest.mark.parametrize(
