@@ -34,7 +34,7 @@ CONSTRAINTS = ROOT / "ci" / "constraints" / "tpu.txt"
 PLATFORM = ROOT / "platforms" / "tpu"
 GGUF = ROOT / "plugins" / "gguf"
 PARSERS = ROOT / "plugins" / "parsers"
-TOOLS = ROOT / "plugins" / "tools"
+COMMANDS = ROOT / "plugins" / "tools"
 SUITE = ROOT / "plugins" / "conformance"
 WAIVERS = PLATFORM / "waivers.toml"
 REPORTS = ROOT / "build" / "lanes" / "tpu" / "reports"
@@ -173,7 +173,7 @@ def install(steps: Steps) -> None:
 
 def install_ours(steps: Steps) -> None:
     """Installs the packages of this repository as editable."""
-    packages = [argument for folder in (ROOT, GGUF, PARSERS, TOOLS, SUITE, PLATFORM) for argument in ("-e", folder)]
+    packages = [argument for folder in (ROOT, GGUF, PARSERS, COMMANDS, SUITE, PLATFORM) for argument in ("-e", folder)]
     steps.run(
         "mvllm, its conformance suite, -gguf, -parsers, -tools and -tpu", [*PIP, "--no-build-isolation", *packages]
     )

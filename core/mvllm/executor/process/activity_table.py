@@ -1,7 +1,8 @@
 """The activity of each worker, in shared memory that stays readable while a worker hangs and after its death.
 
 One page holds one row per rank. The rank writes it, and the executor reads it for error messages and log lines, which
-then say *what a rank was doing*. No other decision depends on it, except which of several late workers is named first.
+then say *what a rank was doing*; a worker that starts is late by the time of its activity, and of several late workers
+the oldest activity is named first. A read beside a write may mix the fields of two activities.
 
     byte 64 * rank   request id | since (monotonic clock, seconds) | step or -1 | activity (40 bytes of UTF-8)
 
@@ -69,7 +70,9 @@ class ActivityTable(SharedMemory):
 
     def write(self, rank: int, text: str, request_id: int = 0, step: int = -1) -> None:
         """Sets the activity of `rank`, which begins now."""
-        _ROW.pack_into(self._map, rank * _ROW.size, request_id, time.monotonic(), step, text.encode())
+        # pack_into would set the row to zeros first: who reads it then would see an activity as old as the machine.
+        row = _ROW.pack(request_id, time.monotonic(), step, text.encode())
+        self._map[rank * _ROW.size : (rank + 1) * _ROW.size] = row
 
     def write_idle(self, rank: int, request_id: int = 0) -> None:
         """Sets `rank` idle; `request_id` is the last request that it has answered."""
