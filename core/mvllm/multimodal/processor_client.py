@@ -48,7 +48,7 @@ _MODULE = "mvllm.multimodal.processor_main"
 
 
 class ItemObserver(Protocol):
-    """What is told about items. Called in any thread."""
+    """Receives measurements of items, for metrics. Its methods are called in any thread."""
 
     def observe_item(self, is_cached: bool, seconds: float) -> None:
         """An item was found in the cache or not, and preparing it took so many seconds."""
@@ -77,7 +77,7 @@ class ProcessorClient:
     Args:
         model: The model's configuration.
         config: The settings of inputs beside text.
-        observer: Is told about each item; None for nobody.
+        observer: Receives the measurements of each item; None for no metrics.
 
     Attributes:
         cache: What is kept.
