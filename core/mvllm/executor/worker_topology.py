@@ -18,7 +18,7 @@ from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import LaunchTopology
-from mvllm.platform.worker_class import default_worker_class
+from mvllm.platform.worker_class import default_worker_class, own_worker_class
 
 
 def launch_topology(config: EngineConfig, platform: Platform) -> LaunchTopology:
@@ -52,7 +52,7 @@ def check_topology(config: EngineConfig, platform: Platform, topology: LaunchTop
             than the platform supports.
         ConfigError: One worker would hold several pipeline stages, or the platform lacks a collective.
     """
-    if call_checked(platform, "worker_class", returns=(str, type(None))) is not None:
+    if own_worker_class(platform) is not None:
         return
     default_worker_class(platform)
     parallel, name = config.parallel, platform.spec.name

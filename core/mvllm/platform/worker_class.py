@@ -16,15 +16,23 @@ _GRAPHS = "graph_compiler"
 def worker_class_of(platform: Platform) -> str:
     """`package.module:Class` of a platform's worker. Imports nothing.
 
-        worker_class()                     the class that the platform names
+        worker_class()                     the class that the platform names, see `own_worker_class`
         capabilities.graph_compiler        that of the plugin `graph_compiler` in the group `mvllm.workers`
         else                               core's
 
     Raises:
         PlatformError: The platform needs a worker that it does not name, or that no installed package has.
     """
+    return own_worker_class(platform) or default_worker_class(platform)
+
+
+def own_worker_class(platform: Platform) -> str | None:
+    """The class that a platform names; None if it leaves the choice to the engine.
+
+    A platform with `graph_compiler` that names core's `Worker` leaves it, too: that class does not trace models.
+    """
     path: str | None = call_checked(platform, "worker_class", returns=(str, type(None)))
-    return default_worker_class(platform) if path is None else path
+    return None if path == _DEFAULT and platform.capabilities.graph_compiler else path
 
 
 def default_worker_class(platform: Platform) -> str:

@@ -152,8 +152,10 @@ class SamplingState:
         self.end_tokens.pop(row, None)
         for by_row in (self.counts, self.biases, self.allowed, self.bad_words):
             by_row.pop(row, None)
-        self.thinking.clear_row(row)
-        self.forced.clear_row(row)
+        if self.thinking:
+            self.thinking.clear_row(row)
+        if self.forced:
+            self.forced.clear_row(row)
         if self.processors is not None:
             self.processors.clear_row(row)
 

@@ -47,6 +47,15 @@ def test_a_package_has_the_worker_of_platforms_with_a_capability(installed: list
     assert worker_class_of(platform(graph_compiler=True)) == "acme_graphs:Worker"
 
 
+def test_cores_worker_named_by_a_platform_with_graphs_is_no_choice(installed: list[PluginSource]) -> None:
+    made, config = platform("mvllm.worker.worker:Worker", graph_compiler=True), make_config()
+    with pytest.raises(PlatformError, match="needs the package mvllm-graph"):
+        check_topology(config, made, launch_topology(config, made))
+    installed.append(GRAPHS)
+    assert worker_class_of(made) == "acme_graphs:Worker"
+    assert worker_class_of(platform("mvllm.worker.worker:Worker")) == "mvllm.worker.worker:Worker"
+
+
 def test_a_missing_worker_is_named_in_one_line_before_workers_start(installed: list[PluginSource]) -> None:
     made, config = platform(graph_compiler=True), make_config()
     with pytest.raises(PlatformError) as found:

@@ -60,6 +60,7 @@ class Candidate:
         self.lacks_blocks = False
         self._kv_cache = kv_cache
         self._prefixes: list[CachedPrefix] | None = None
+        self._starts: list[int] | None = None
         self._counts: list[int] | None = None
 
     @property
@@ -73,14 +74,16 @@ class Candidate:
         """The cached blocks of a side. Those of a second side are looked up again, after blocks were allocated."""
         if number:
             self.prefixes[number] = self._find_prefix(self.sides[number])
-            self._counts = None
+            self._starts = self._counts = None
         return self.prefixes[number].blocks
 
     @property
     def starts(self) -> list[int]:
         """The first position that each side has to compute."""
-        size, num_groups = self._kv_cache.block_size, self._kv_cache.num_groups
-        return [len(prefix.blocks) // num_groups * size for prefix in self.prefixes]
+        if self._starts is None:
+            size, num_groups = self._kv_cache.block_size, self._kv_cache.num_groups
+            self._starts = [len(prefix.blocks) // num_groups * size for prefix in self.prefixes]
+        return self._starts
 
     @property
     def left(self) -> list[int]:
