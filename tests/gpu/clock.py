@@ -18,10 +18,12 @@ class Clock:
     Attributes:
         monotonic: Seconds since an arbitrary moment; never set back. Budgets and limits are measured with it.
         wall: Seconds since the epoch, for the rows.
+        advances: Whether time passes. Otherwise nothing is cut off, in the items' own processes neither.
     """
 
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
+    advances: bool = True
 
 
 SYSTEM = Clock()

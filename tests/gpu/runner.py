@@ -1,7 +1,7 @@
 """Runs items in processes of their own, within a time limit, and records every result.
 
     parent ── python -m tests.gpu.child PART SETTINGS DONE ──> rows.jsonl, DONE, logs/PART.log
-       └───── standard input: seconds left and the next item, once the one before is in DONE
+       └───── standard input: seconds for the next item, and its name, once the one before is in DONE
 
 A child runs one item after the other. One that ends in between (a device that failed takes its process along), fails in
 a way that may have left the device in disorder, or is too slow, costs the item that it was at: the next item gets a
@@ -160,7 +160,7 @@ class _Child:
         assert self._process.stdin is not None
         since = self._clock.monotonic()
         with contextlib.suppress(BrokenPipeError):  # it has ended: seen below
-            left = self._settings.seconds_left(self._clock)  # the child's clock is the system's
+            left = min(self._settings.seconds_left(self._clock), item.limit) if self._clock.advances else math.inf
             self._process.stdin.write(f"{left} {item.name}\n".encode())
             self._process.stdin.flush()
         while True:
