@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from mvllm.config.engine_config import SchedulerConfig
+from mvllm.config.setting_combinations import check_scheduler_config
 from mvllm.errors import PlatformError, RequestError
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
@@ -30,7 +31,6 @@ from mvllm.messages.requests import (
     SchedulerStats,
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.scheduler.config_checks import check_scheduler_config
 from mvllm.scheduler.encoder_planner import EncoderPlanner, check_items, num_skipped_positions
 from mvllm.scheduler.grammar_masks import masks_of_batch
 from mvllm.scheduler.kv_loads import KVLoads

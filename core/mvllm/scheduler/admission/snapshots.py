@@ -66,4 +66,3 @@ class SharedPrefixes(AdmissionPolicy):
         if not self._can_chunk or not self._states.has_computing_prompts:
             return False
         return not (side.table.root is None or side.needs_every_position or self._states.is_impatient(side.table.state))
-
