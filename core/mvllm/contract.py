@@ -1,6 +1,7 @@
 """Marks in the source of the platform contract: the phases in which core calls a method, and what may be left out.
 
-`mvllm contract` reads the marks from the source (`mvllm.platform.contract_surface`); at run time they change nothing.
+`mvllm contract` reads the marks from the source (`mvllm.platform.contract_surface`). At run time, `is_optional` finds
+those of `optional`; the others change nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from enum import Enum
 from typing import TypeVar
 
 _Marked = TypeVar("_Marked")
+_OPTIONAL = "_is_optional"
 
 
 class Phase(Enum):
@@ -47,4 +49,10 @@ def phase(*when: Phase | str) -> Callable[[_Marked], _Marked]:
 
 def optional(method: _Marked) -> _Marked:
     """Marks a method of a protocol that a class may leave out; its docstring says what core does then."""
+    setattr(method, _OPTIONAL, True)
     return method
+
+
+def is_optional(method: object) -> bool:
+    """Whether a method is marked by `optional`."""
+    return getattr(method, _OPTIONAL, False) is True

@@ -130,7 +130,7 @@ def test_a_refused_request_never_reaches_the_core(llm: LLM) -> None:
 
 
 def test_random_bytes_on_its_sockets_are_dropped(llm: LLM) -> None:
-    address = client_of(llm)._channel.addresses[0]
+    address = client_of(llm)._channel.address
     context = zmq.Context()
     strangers = [context.socket(kind) for kind in (zmq.PUSH, zmq.DEALER)]
     for stranger, to in zip(strangers, (address.updates, address.commands)):
@@ -201,13 +201,15 @@ def test_another_process_that_connects_first_cannot_impersonate_the_core(
     context = zmq.Context()
     channels: list[ClientChannel] = []
     opened = ClientChannel.__init__
-    monkeypatch.setattr(ClientChannel, "__init__", lambda self, names: (opened(self, names), channels.append(self))[0])
+    monkeypatch.setattr(
+        ClientChannel, "__init__", lambda self, address: (opened(self, address), channels.append(self))[0]
+    )
 
     def connect_first(process: CoreChildProcess) -> None:
         for name in (b"core-0", b"core-1", b"EngineCore"):
             stranger = context.socket(zmq.DEALER)
             stranger.setsockopt(zmq.ROUTING_ID, name)
-            stranger.connect(channels[0].addresses[0].commands)
+            stranger.connect(channels[0].address.commands)
             stranger.send(b"let me in")
         time.sleep(0.5)
         launch(process)

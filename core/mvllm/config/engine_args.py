@@ -112,7 +112,6 @@ class EngineArgs(EngineSettings):
             ConfigError: A setting is not permitted, alone or together with the others or the model.
             ModelError: The model cannot be found or is not usable.
         """
-        self.validate()
         model = self.create_model_config()
         if self.language_model_only:
             model = dataclasses.replace(model, multimodal=None)

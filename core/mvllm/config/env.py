@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 KNOWN_VARIABLES: dict[str, str] = {
     "MVLLM_PLATFORM": "Platform plugin to run on, where --platform or platform= does not say.",
@@ -22,12 +22,11 @@ KNOWN_VARIABLES: dict[str, str] = {
 """Description by name. Environment variables are for facts about a deployment; behaviour has settings."""
 
 
-def unknown_variables(platforms: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
+def unknown_variables(platforms: Iterable[str]) -> dict[str, str | None]:
     """Variables that begin with `MVLLM_` and are not known.
 
     Args:
         platforms: Names of installed platforms; variables beginning with `MVLLM_<NAME>_` belong to them.
-        environ: The environment; by default the process's.
 
     Returns:
         The nearest known name of each, or None.
@@ -35,7 +34,7 @@ def unknown_variables(platforms: Iterable[str] = (), environ: Mapping[str, str] 
     owned = tuple(f"MVLLM_{name.upper().replace('-', '_')}_" for name in platforms)
     unknown = sorted(
         name
-        for name in (os.environ if environ is None else environ)
+        for name in os.environ
         if name.startswith("MVLLM_") and name not in KNOWN_VARIABLES and not (owned and name.startswith(owned))
     )
     return {name: next(iter(difflib.get_close_matches(name, KNOWN_VARIABLES, n=1)), None) for name in unknown}

@@ -25,11 +25,10 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.multimodal import MultiModalModel
+from mvllm.config.nested_configs import is_tied_by_text, text_part_values, with_inner_config
 from mvllm.config.pooler_config import check_pooler_config
 from mvllm.config.quantization import resolve_quantization
-from mvllm.config.retrieval import with_inner_config
 from mvllm.config.sentence_transformers_config import max_seq_length
-from mvllm.config.text_part import is_tied_by_text, text_part_values
 from mvllm.config.token_spaces import ReadSpaces, token_spaces_of
 from mvllm.config.transformers_families import read_composite_config, takes_items_through_transformers
 from mvllm.errors import ConfigError, ModelError

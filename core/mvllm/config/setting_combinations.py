@@ -1,7 +1,8 @@
-"""Checks of settings that depend on each other."""
+"""Checks of settings that depend on each other, as the user gives them and as the scheduler gets them."""
 
 from __future__ import annotations
 
+from mvllm.config.engine_config import SchedulerConfig
 from mvllm.config.engine_settings import EngineSettings
 from mvllm.errors import ConfigError
 
@@ -38,4 +39,25 @@ def check_combinations(args: EngineSettings) -> None:
         raise ConfigError(
             f"max_cpu_loras is {args.max_cpu_loras}, but must be at least max_loras ({args.max_loras}), since "
             "adapters on the device are kept in host memory too. Raise the one or lower the other."
+        )
+
+
+def check_scheduler_config(config: SchedulerConfig, max_model_len: int) -> None:
+    """Checks that the limits do not contradict each other.
+
+    Raises:
+        ConfigError: They do. The message names the settings to change.
+    """
+    if config.policy not in ("fcfs", "priority"):
+        raise ConfigError(f"scheduling_policy must be 'fcfs' or 'priority', not {config.policy!r}.")
+    if config.max_num_seqs < 1 or config.max_num_batched_tokens < 1:
+        raise ConfigError(
+            f"max_num_seqs={config.max_num_seqs} and max_num_batched_tokens={config.max_num_batched_tokens} "
+            "must both be at least 1."
+        )
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"Without chunked prefill a step must hold the longest prompt, but max_num_batched_tokens="
+            f"{config.max_num_batched_tokens} is less than max_model_len={max_model_len}. "
+            "Raise the first, lower the second, or enable chunked prefill."
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -15,7 +14,6 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.adapters import EngineAdapters
 from mvllm.engine.engine_methods import AddedMethods
 from mvllm.engine.forward import forward
-from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from mvllm.engine.frontend.pooling_outputs import (
     ClassificationRequestOutput,
@@ -29,12 +27,10 @@ from mvllm.engine.metrics.profiler import Profiler
 from mvllm.engine.rollouts import EngineRollouts
 from mvllm.entrypoints.chat_prompt import chat_prompt
 from mvllm.entrypoints.chat_template import Conversation, is_conversation
-from mvllm.entrypoints.failed_outputs import raise_failure
-from mvllm.entrypoints.generate_progress import GenerateProgress
+from mvllm.entrypoints.finished_outputs import finished_outputs
 from mvllm.entrypoints.pooling_tasks import PoolingArgument, for_named_task, for_one_vector, for_task
 from mvllm.entrypoints.prompt_lists import as_prompt_list, one_per_prompt
 from mvllm.entrypoints.score_inputs import ContentInput, score_inputs
-from mvllm.entrypoints.step_loop import run_requests
 from mvllm.entrypoints.thinking_defaults import with_thinking_tags
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
@@ -388,8 +384,7 @@ class LLM(AddedMethods):
             priorities=None if priority is None else one_per_prompt(priority, len(each), "priority"),
         )
         return [
-            PoolingRequestOutput.from_request_output(output)
-            for output in self._run_requests(engine, requests, use_tqdm)
+            PoolingRequestOutput.from_request_output(output) for output in finished_outputs(engine, requests, use_tqdm)
         ]
 
     def embed(
@@ -515,31 +510,7 @@ class LLM(AddedMethods):
             priorities=None if priority is None else one_per_prompt(priority, len(prompts), "priority"),
             lora_requests=None if lora_request is None else one_per_prompt(lora_request, len(prompts), "lora_request"),
         )
-        return self._run_requests(engine, requests, use_tqdm, raise_on_error)
-
-    def _run_requests(
-        self,
-        engine: LLMEngine,
-        requests: Sequence[ProcessedRequest],
-        use_tqdm: UseTqdm,
-        raise_on_error: bool = False,
-    ) -> list[RequestOutput]:
-        """Adds the requests to the engine and steps it until all have finished; returns their outputs in order.
-
-        With `raise_on_error` the first request that fails ends the call: the others are aborted.
-        """
-        engine.rollouts.require_not_paused()
-        ids = [request.core.request_id for request in requests]
-        outputs: dict[str, RequestOutput] = {}
-        with GenerateProgress(len(ids), use_tqdm) as progress:
-            with closing(run_requests(engine, requests)) as steps:
-                for output in steps:
-                    if output.finished:
-                        if raise_on_error:
-                            raise_failure(output, ids)
-                        outputs[output.request_id] = output
-                        progress.update(output)
-        return [outputs[i] for i in ids]
+        return finished_outputs(engine, requests, use_tqdm, raise_on_error)
 
 
 def _as_beam_search_output(output: RequestOutput, length_penalty: float) -> BeamSearchOutput:

@@ -6,15 +6,12 @@ from mvllm.ops.activation import ACTIVATIONS
 from mvllm.ops.argmax import ARGMAX
 from mvllm.ops.block_quantized_linear import BLOCK_QUANTIZED_LINEAR, BLOCK_QUANTIZED_LINEAR_SILU_AND_MUL
 from mvllm.ops.causal_conv1d import CAUSAL_CONV1D
-from mvllm.ops.delta_rule import GATED_DELTA_RULE, KDA
+from mvllm.ops.delta_rule import GATED_DELTA_RULE, KDA, LOG_DECAY
 from mvllm.ops.draw import FILTERED_DRAW
-from mvllm.ops.embedding import EMBEDDING
 from mvllm.ops.encoder_attention import ENCODER_ATTENTION
 from mvllm.ops.float8_linear import FLOAT8_LINEAR
 from mvllm.ops.gated_rms_norm import GATED_RMS_NORM
-from mvllm.ops.head_product import HEAD_PRODUCT
-from mvllm.ops.linear import LINEAR, LINEAR_SILU_AND_MUL
-from mvllm.ops.log_decay import LOG_DECAY
+from mvllm.ops.linear import EMBEDDING, HEAD_PRODUCT, LINEAR, LINEAR_SILU_AND_MUL
 from mvllm.ops.logsumexp import LOGSUMEXP
 from mvllm.ops.lora import ADD_LORA, ADD_LORA_BY_SLOT
 from mvllm.ops.moe import CLAMPED_MOE, GELU_TANH_MOE, MOE, UNGATED_MOE

@@ -1,4 +1,4 @@
-"""The operations `gated_delta_rule` and `kda`: linear attention whose state is corrected towards each value.
+"""The operations of the delta rule: linear attention whose state is corrected towards each value.
 
 The state S maps keys to values. Each token decays it, reads what it holds for the token's key, and adds a share beta of
 the difference to the token's value. The decay is one number per head (`gated_delta_rule`, Gated DeltaNet,
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from mvllm.ops.schema import OpSchema
 from mvllm.ops.ssd import decay_between
@@ -223,3 +224,21 @@ GATED_DELTA_RULE = OpSchema(
     updates=("state",),
 )
 KDA = OpSchema(kda, facts={"num_heads": "heads on this rank", **_HEAD_DIMS}, updates=("state",))
+
+
+def log_decay(x: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """factors · softplus(x + bias), the `g` of `gated_delta_rule` and `kda`.
+
+    Args:
+        x: [T, width], compute dtype; rows may be strided, their elements are contiguous.
+        factors: [num_heads], float32: of each head, <= 0. Each head has width / num_heads consecutive elements.
+        bias: [width], float32.
+
+    Returns:
+        [T, width], float32; computed in float32.
+    """
+    soft = F.softplus(x.to(torch.promote_types(x.dtype, torch.float32)) + bias)
+    return (soft.unflatten(-1, (len(factors), -1)) * factors.unsqueeze(-1)).flatten(-2)
+
+
+LOG_DECAY = OpSchema(log_decay, facts={"num_heads": "heads on this rank", "width": "elements of a row on this rank"})

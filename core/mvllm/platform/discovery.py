@@ -35,7 +35,7 @@ from mvllm.platform.isolated_probes import ProbeAnswer, run_isolated
 from mvllm.platform.module_aliases import MissingPartError
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP, PlatformSpec, ProbeResult
-from mvllm.plugin_groups import PluginSource
+from mvllm.plugin_groups import PluginGroup, PluginSource, list_plugins
 from mvllm.version import __version__
 
 
@@ -93,16 +93,7 @@ SLOW_PROBE_SECONDS = 2.0
 
 def find_sources() -> list[PluginSource]:
     """Every entry point of the group, sorted by name. Imports no plugin."""
-    found = [
-        PluginSource(
-            name=ep.name,
-            entry_point=ep.value,
-            distribution=ep.dist.name if ep.dist else "unknown distribution",
-            version=ep.dist.version if ep.dist else "unknown version",
-        )
-        for ep in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    ]
-    return sorted(set(found), key=lambda s: (s.name, s.distribution, s.version))
+    return list_plugins(PluginGroup(ENTRY_POINT_GROUP, "platform"))
 
 
 def discover(only: str | None = None, *, isolated: bool = True) -> list[Candidate]:

@@ -89,14 +89,14 @@ def _run_until_crash(probes: Mapping[str, str], run: str) -> dict[str, ProbeAnsw
             logger.warning("Probes of platforms run in this process, because no other can be started: %s.", e)
             return {}
         try:
-            line = _read_line(pipe.fileno(), time.monotonic() + TIMEOUT_SECONDS)
+            line = read_line(pipe.fileno(), time.monotonic() + TIMEOUT_SECONDS)
             if not line:
                 how = _end(child, output, is_late=line is None)
                 logger.warning("Probes of platforms run in this process, because a child %s.", how)
                 return {}
             for name in probes:
                 started = time.monotonic()
-                line = _read_line(pipe.fileno(), started + TIMEOUT_SECONDS)
+                line = read_line(pipe.fileno(), started + TIMEOUT_SECONDS)
                 if not line:
                     answers[name] = ProbeAnswer(
                         failure=f"the probe {_end(child, output, is_late=line is None)}",
@@ -124,7 +124,7 @@ def _start(fd: int, output: IO[bytes], job: dict[str, Any]) -> subprocess.Popen[
     )
 
 
-def _read_line(fd: int, deadline: float) -> bytes | None:
+def read_line(fd: int, deadline: float) -> bytes | None:
     """The next line; empty at the end of the pipe; None at the deadline."""
     found = b""
     poll = select.poll()  # select() refuses descriptors from 1024 on

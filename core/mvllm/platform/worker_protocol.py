@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from mvllm.contract import Phase, optional, phase
+from mvllm.contract import Phase, is_optional, optional, phase
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.messages.weights import WeightTransferInfo, WeightUpdate
@@ -368,3 +368,6 @@ class WorkerProtocol(Protocol):
 
 WORKER_METHODS = frozenset(name for name in vars(WorkerProtocol) if not name.startswith("_"))
 """The names of a worker's methods."""
+
+OPTIONAL_METHODS = frozenset(name for name in WORKER_METHODS if is_optional(vars(WorkerProtocol)[name]))
+"""Those that a worker class may leave out."""

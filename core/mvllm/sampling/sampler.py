@@ -26,11 +26,11 @@ from mvllm.platform.staging_buffers import StagingBuffers
 from mvllm.sampling.batch_plan import BatchPlan, DevicePenaltyKeys
 from mvllm.sampling.batch_upload import BatchUpload, RowSelection
 from mvllm.sampling.filters import filtered_weights, next_power_of_two
+from mvllm.sampling.forced_tokens import NOT_FORCED
 from mvllm.sampling.logprobs import LogSumExp, gather_logprobs
 from mvllm.sampling.penalties import apply_penalties
 from mvllm.sampling.sampler_output import GatheredLogprobs, SamplerOutput
 from mvllm.sampling.sampling_state import LOGPROBS, SamplingState
-from mvllm.sampling.thinking_budget import NOT_FORCED
 from mvllm.sampling.token_history import TokenHistory
 from mvllm.sampling.token_masks import TokenMasks, unpack_masks
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.sampling.bad_words import BadWords
-from mvllm.sampling.forced_tokens import ForcedTokens
+from mvllm.sampling.forced_tokens import ForcedTokens, ThinkingBudgets
 from mvllm.sampling.penalties import DeviceTokenCounts, TokenCounts
-from mvllm.sampling.thinking_budget import ThinkingBudgets
 from mvllm.sampling.token_masks import mask_from_token_ids
 from mvllm.sampling.uniforms import stream_seed
 

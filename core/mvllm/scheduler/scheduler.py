@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from mvllm.config.engine_config import SchedulerConfig
+from mvllm.config.setting_combinations import check_scheduler_config
 from mvllm.errors import PlatformError, RequestError
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
@@ -30,7 +31,6 @@ from mvllm.messages.requests import (
     SchedulerStats,
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.scheduler.config_checks import check_scheduler_config
 from mvllm.scheduler.encoder_planner import EncoderPlanner, check_items, num_skipped_positions
 from mvllm.scheduler.grammar_masks import masks_of_batch
 from mvllm.scheduler.kv_loads import KVLoads
@@ -118,8 +118,6 @@ class Scheduler:
         times_swaps = swaps and preemption_mode == AUTO
         self._step_times = StepTimeModel() if config.long_prefill_slowdown or times_swaps else None
         swapper = Swapper(preemption_mode, kv_cache, copy_costs, self._step_times) if swaps else None
-        self._planned_times: dict[int, tuple[float, bool]] = {}  # step -> when planned, is ordinary; if steps are timed
-        self._last_results_time = 0.0
         self._planner = StepPlanner(
             config,
             self.requests,
@@ -394,7 +392,7 @@ class Scheduler:
         self._next_step += 1
         self._batches[plan.step] = batch
         if self._step_times is not None:
-            self._planned_times[plan.step] = self._clock(), self._planner.is_ordinary(step)
+            self._step_times.start_step(plan.step, self._clock(), is_ordinary=self._planner.is_ordinary(step))
         if requests.num_prompt_logprobs:
             self._prompt_starts[plan.step] = {
                 i: request.num_computed_tokens - plan.num_scheduled_tokens[i]
@@ -416,7 +414,7 @@ class Scheduler:
         tokens = output.sampled_token_ids
         _check_results(plan, output, len(batch))
         if self._step_times is not None:
-            self._record_step_time(self._step_times, plan)
+            self._step_times.end_step(plan, self._clock())
         outputs = self.pop_outputs()
         if output.errors:
             self._fail_rows(batch, output.errors, outputs)
@@ -444,17 +442,6 @@ class Scheduler:
         if self.kv_loads is not None:
             self.kv_loads.add_params(outputs)
         return EngineCoreOutputs(outputs=outputs, stats=self.make_stats())
-
-    def _record_step_time(self, step_times: StepTimeModel, plan: SchedulerOutput) -> None:
-        """Records the time since the results of the previous step, or since the plan if it was made later."""
-        now = self._clock()
-        planned, is_ordinary = self._planned_times.pop(plan.step)
-        start = max(planned, self._last_results_time)
-        self._last_results_time = now
-        if plan.rows:
-            num_drafts = sum(map(len, plan.draft_token_ids.values()))
-            num_prompt_tokens = plan.total_num_scheduled_tokens - len(plan.rows) - num_drafts
-            step_times.add_step(num_prompt_tokens, now - start, is_ordinary=is_ordinary)
 
     def _append_tokens(
         self,

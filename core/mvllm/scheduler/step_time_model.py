@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from mvllm.messages.scheduler_output import SchedulerOutput
+
 _FALLS, _RISES = 1 / 4, 1 / 16
 """Weights of a new value below and above the average: a step that is slow for another reason counts little."""
 
@@ -49,6 +51,22 @@ class StepTimeModel:
         self._ordinary_seconds = 0.0  # moving average over ordinary steps
         self._ordinary = deque[float](maxlen=_NUM_ORDINARY)
         self._longest_ordinary = 0.0  # 99th percentile
+        self._planned: dict[int, tuple[float, bool]] = {}  # steps in flight: when planned, is ordinary
+        self._last_results_time = 0.0
+
+    def start_step(self, step: int, now: float, *, is_ordinary: bool) -> None:
+        """Records that a step has been planned. Arguments as for `add_step`."""
+        self._planned[step] = now, is_ordinary
+
+    def end_step(self, plan: SchedulerOutput, now: float) -> None:
+        """Records the time since the results of the previous step, or since the plan if it was made later."""
+        planned, is_ordinary = self._planned.pop(plan.step)
+        start = max(planned, self._last_results_time)
+        self._last_results_time = now
+        if plan.rows:
+            num_drafts = sum(map(len, plan.draft_token_ids.values()))
+            num_prompt_tokens = plan.total_num_scheduled_tokens - len(plan.rows) - num_drafts
+            self.add_step(num_prompt_tokens, now - start, is_ordinary=is_ordinary)
 
     def add_step(self, num_prompt_tokens: int, seconds: float, *, is_ordinary: bool = True) -> None:
         """Records a step.

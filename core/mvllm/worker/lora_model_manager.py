@@ -9,8 +9,6 @@ The engine core has all workers load an adapter (`add_adapter`) before it plans 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-
 import numpy as np
 import torch
 
@@ -39,7 +37,7 @@ class LoRAModelManager:
     Attributes:
         step: The LoRA mapping that the layers read in the current step.
         arrays: The adapter slots of all layers, by their places in the model.
-        on_changed: Called with the names of arrays that an adapter was copied to.
+        num_copied: How often an adapter was copied to a slot.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class LoRAModelManager:
         self.arrays = {
             f"{path}.{name}": array for path, layer in layers.items() for name, array in layer.arrays.items()
         }
-        self.on_changed: Callable[[Collection[str]], None] | None = None
+        self.num_copied = 0
         self._by_slot = any(layer.by_slot for layer in self._layers)
         self._only_by_slot = all(layer.by_slot for layer in self._layers)
         self._shapes = {name: shape for layer in self._layers for name, shape in layer.shapes.items()}
@@ -141,8 +139,7 @@ class LoRAModelManager:
                 slot = self._free_slot(wanted)
                 for layer in self._layers:
                     layer.set_lora(slot, self._loaded[i])
-                if self.on_changed is not None:
-                    self.on_changed(self.arrays)
+                self.num_copied += 1
             self._slots[i] = slot  # now the most recently used
         return [self._slots[i] for i in wanted]
 

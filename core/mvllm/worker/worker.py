@@ -18,7 +18,6 @@ from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import HostBlockNeeds, KVCacheNeeds
 from mvllm.worker.host_weights import HostWeights
-from mvllm.worker.model_calls import call_model
 from mvllm.worker.model_runner import ModelRunner
 from mvllm.worker.weight_updater import WeightUpdater
 
@@ -282,7 +281,10 @@ class Worker:
         self.updater.abandon()
 
     def call_model(self, method: str, args: list[Any]) -> Any:
-        return call_model(self.runner.loader.model, method, args)
+        model = self.runner.loader.model
+        if method not in model.remote_methods:
+            raise RequestError(f"{type(model).__name__} has no method {method!r}.", parameter="model")
+        return getattr(model, method)(*args)
 
     def check_health(self) -> None:
         self.runtime.health()

@@ -14,38 +14,9 @@ from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_class import worker_class_of
-from mvllm.platform.worker_protocol import WORKER_METHODS, WorkerProtocol, defined_together
+from mvllm.platform.worker_protocol import OPTIONAL_METHODS, WORKER_METHODS, WorkerProtocol, defined_together
 
 logger = get_logger(__name__)
-
-_OPTIONAL = frozenset(
-    {
-        "sample_tokens",
-        "collect_output",
-        "update_max_model_len",
-        "group_layers",
-        "allocate_states",
-        "host_block_needs",
-        "map_host_blocks",
-        "check_sleep",
-        "sleep",
-        "wake_up",
-        "add_lora",
-        "remove_lora",
-        "init_weight_transfer",
-        "has_joined_weight_transfer",
-        "start_weight_update",
-        "check_weights",
-        "update_weights",
-        "check_weight_update",
-        "finish_weight_update",
-        "abandon_weight_update",
-        "call_extension",
-        "call_model",
-        "decode_images",
-    }
-)
-
 
 _METHODS_OF_MODELS = frozenset(("decode_images",))
 """Methods of WorkerProtocol that core's worker leaves to its model."""
@@ -70,7 +41,9 @@ class WorkerWrapper:
             extension = config.parallel.worker_extension_cls
             worker = _build(path, platform, config, ctx, extension)
         self._extension = extension
-        missing = sorted(name for name in WORKER_METHODS - _OPTIONAL if not callable(getattr(worker, name, None)))
+        missing = sorted(
+            name for name in WORKER_METHODS - OPTIONAL_METHODS if not callable(getattr(worker, name, None))
+        )
         if missing:
             raise PlatformError(
                 f"{path}, the worker class of platform {platform.spec.name!r}, lacks methods of WorkerProtocol: "
@@ -97,15 +70,9 @@ class WorkerWrapper:
             )
         if method == "call_model" and not hasattr(self._worker, method) and args[0] in _METHODS_OF_MODELS:
             method, args = args  # a worker class may have the method itself, without a model of core
-        if method in _OPTIONAL and not hasattr(self._worker, method):
+        if method in OPTIONAL_METHODS and not hasattr(self._worker, method):
             raise UnsupportedMethodError(f"{self._name} does not implement the optional method {method!r}.")
-        try:
-            with enter_phase(Phase.WORKER):
-                return getattr(self._worker, method)(*args)
-        except (MvllmError, KeyboardInterrupt):
-            raise
-        except BaseException as e:  # a plugin may raise anything, SystemExit included
-            raise PlatformError(f"{self._name} failed in {method}: {type(e).__name__}: {e}") from e
+        return self._run(method, args, {})
 
     def _call_extension(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._extension is None or method.startswith("_") or method not in extension_methods(self._extension):
@@ -117,12 +84,15 @@ class WorkerWrapper:
                     else f", not {method!r}. The setting worker_extension_cls adds methods."
                 )
             )
+        return self._run(method, args, kwargs)
+
+    def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
             with enter_phase(Phase.WORKER):
                 return getattr(self._worker, method)(*args, **kwargs)
         except (MvllmError, KeyboardInterrupt):
             raise
-        except BaseException as e:  # the user's code may raise anything, SystemExit included
+        except BaseException as e:  # a plugin or the user's code may raise anything, SystemExit included
             raise PlatformError(f"{self._name} failed in {method}: {type(e).__name__}: {e}") from e
 
     @property

@@ -14,7 +14,7 @@ from mvllm.engine.process import inproc_client
 from mvllm.engine.process.client_output_queues import make_output_queues
 from mvllm.engine.process.engine_core_proc import EngineCoreProc
 from mvllm.engine.process.mp_client import MPClient
-from mvllm.engine.process.zmq_channel import ClientChannel, CoreInputChannel, CoreOutputChannel, new_addresses
+from mvllm.engine.process.zmq_channel import ClientChannel, CoreInputChannel, CoreOutputChannel, new_address
 from mvllm.errors import ConfigError, EngineDeadError, RequestError
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.messages.commands import CheckHealth, RemoveLoRA, ResetPrefixCache
@@ -208,8 +208,8 @@ def test_a_failure_of_the_workers_ends_the_loop_with_it_as_the_cause(loop):
 
 
 def test_messages_without_the_token_are_dropped_on_both_sides():
-    (address,) = new_addresses()
-    front, name = ClientChannel([address]), address.identity
+    address = new_address()
+    front, name = ClientChannel(address), address.identity
     context = zmq.Context()
     strangers = []
     almost = address.token[:-1] + bytes([address.token[-1] ^ 1])
@@ -219,13 +219,13 @@ def test_messages_without_the_token_are_dropped_on_both_sides():
         for frames in ([b""], [b"x" * 40], [almost, b"y"], [b"a", b"b", b"c"]):
             stranger.send_multipart(frames)
         strangers.append(stranger)
-    assert not front.commands.poll(300) or not front.all_connected()
+    assert not front.commands.poll(300) or not front.is_connected()
     source, target = CoreInputChannel([address]), CoreOutputChannel([address])
-    while not front.all_connected():
+    while not front.is_connected():
         assert front.commands.poll(120_000)
-    front._commands.send_multipart([name, b"not the token" + bytes(8), b"junk"])
-    front._commands.send_multipart([name, address.token + bytes(8), b"\xc1 no msgpack"])
-    assert front.send(name, AbortRequests(["a"])) == 1
+    front.commands.send_multipart([name, b"not the token" + bytes(8), b"junk"])
+    front.commands.send_multipart([name, address.token + bytes(8), b"\xc1 no msgpack"])
+    assert front.send(AbortRequests(["a"])) == 1
     assert source.receive() == (0, 1, AbortRequests(["a"]))
     target.send(0, EngineCoreOutputs(num_acknowledged=1))
     updates = None

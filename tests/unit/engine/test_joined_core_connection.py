@@ -8,14 +8,14 @@ from typing import Any
 
 from mvllm.engine.process.async_mp_client import AsyncMPClient
 from mvllm.engine.process.joined_core_connection import JoinedCoreConnection
-from mvllm.engine.process.zmq_channel import new_addresses
+from mvllm.engine.process.zmq_channel import new_address
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 
 
 def test_the_heartbeat_age_of_an_idle_front_end_includes_the_running_step():
     """Any front end may answer a health check."""
     activity = ActivityTable.create(1)
-    [address] = new_addresses()
+    address = new_address()
     link = JoinedCoreConnection(address, os.dup(activity.fd), 60.0, lambda: None)
     config: Any = None
     client = AsyncMPClient(config, link, "")

@@ -14,9 +14,9 @@ from mvllm import plugin_groups
 from mvllm.entrypoints.cli import generate, serve
 from mvllm.entrypoints.cli.argument_parser import find_subcommand
 from mvllm.entrypoints.cli.arguments import engine_args
-from mvllm.entrypoints.cli.foreign_server_options import apply_foreign_server_options
 from mvllm.entrypoints.cli.main import _make_parser, main
 from mvllm.entrypoints.cli.option_spellings import as_declared
+from mvllm.entrypoints.cli.serve import apply_foreign_server_options
 from mvllm.errors import ConfigError
 from tests.unit.entrypoints.builders import save_model_folder
 from tests.unit.entrypoints.scripted_server import Server

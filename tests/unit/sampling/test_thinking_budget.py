@@ -12,8 +12,8 @@ import torch
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.thinking import ThinkingTokens
 from mvllm.sampling import sampler as sampler_module
+from mvllm.sampling.forced_tokens import NEVER, NOT_FORCED, ThinkingBudgets
 from mvllm.sampling.sampler import Sampler
-from mvllm.sampling.thinking_budget import NEVER, NOT_FORCED, ThinkingBudgets
 from tests.unit.sampling.builders import Bench, Sampled, random_logits
 
 START, END, FORCED, SPACE = 1, 2, [3, 2], 4

@@ -326,7 +326,6 @@ def test_auto_swaps_where_copies_take_less_time_than_prompts(bytes_per_second, s
     for tokens in (0, 100, 0, 100):
         times.add_step(tokens, 0.001 + 0.001 * tokens)
     engine.scheduler._step_times = None  # what is measured from now on does not count
-    engine.scheduler._planned_times.clear()
     engine.add(make_request(PROMPT, max_tokens=14), make_request(PROMPT[::-1], max_tokens=14))
     while not engine.scheduler.make_stats().num_preemptions:
         engine.step()

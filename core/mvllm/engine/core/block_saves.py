@@ -11,7 +11,7 @@ _WAIT_SECONDS = 0.01
 """The longest wait of a step that has nothing to compute: commands are handled between two waits."""
 
 _SAVE_SECONDS = 5.0
-"""So long blocks are still saved when the engine is shut down or put to sleep."""
+"""Seconds for which blocks are still saved when the engine is shut down or put to sleep."""
 
 
 class BlockSaves:

@@ -34,8 +34,7 @@ from mvllm.engine.core.weight_updates import WeightUpdateManager
 from mvllm.errors import EngineDeadError, EngineSleepingError, MvllmError, RequestError, UnsupportedMethodError
 from mvllm.executor.factory import can_sample_later, make_executor
 from mvllm.executor.worker_topology import launch_topology
-from mvllm.kv_cache.kv_cache_manager import KVCacheManager
-from mvllm.kv_cache.null_kv_cache_manager import NullKVCacheManager
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager, NullKVCacheManager
 from mvllm.kv_cache.state_kv_cache_manager import StateKVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.commands import (

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import zmq
 
 from mvllm.engine.process.core_handshake import CoreReady
-from mvllm.engine.process.zmq_channel import ChannelAddress, ClientChannel
+from mvllm.engine.process.zmq_channel import ClientChannel
 from mvllm.errors import EngineDeadError
 from mvllm.executor.process.activity_table import Activity, ActivityTable
 from mvllm.messages.core_protocol import CoreMessage
@@ -26,8 +26,7 @@ class CoreConnection(ABC):
     """The connection to one engine core. The client that uses it waits for updates.
 
     Args:
-        address: The addresses of the sockets between front end and core.
-        channel: The front end's sockets, bound to `address`.
+        channel: The front end's sockets.
         activity_table: The table to which the core's process writes its activity.
         failure_fd: A descriptor that becomes readable, and stays so, when the core can no longer be used.
         unresponsive_timeout: Seconds without an update after which a core that has work is considered hung.
@@ -40,7 +39,6 @@ class CoreConnection(ABC):
 
     def __init__(
         self,
-        address: ChannelAddress,
         channel: ClientChannel,
         activity_table: ActivityTable,
         failure_fd: int,
@@ -50,7 +48,6 @@ class CoreConnection(ABC):
         self.channel = channel
         self.failure_fd = failure_fd
         self.unresponsive_timeout = unresponsive_timeout
-        self._identity = address.identity
         self._activity_table = activity_table
         self._finalizer = weakref.finalize(self, _close_unless_forked, close, os.getpid())
 
@@ -120,7 +117,7 @@ class CoreConnection(ABC):
         Raises:
             zmq.ZMQError: The core has closed its end of the socket; its failure will be reported.
         """
-        return self.channel.send(self._identity, command)
+        return self.channel.send(command)
 
     def shutdown(self) -> None:
         """Closes the connection, and ends the core if this process started it. Idempotent."""
@@ -136,7 +133,7 @@ class CoreConnection(ABC):
         poller.register(self.channel.commands, zmq.POLLIN)
         poller.register(self.failure_fd, zmq.POLLIN)
         deadline = time.monotonic() + self.unresponsive_timeout
-        while not self.channel.all_connected():
+        while not self.channel.is_connected():
             check()
             if not poller.poll(milliseconds(deadline - time.monotonic())):
                 return False

@@ -30,10 +30,8 @@ class JoinedCoreConnection(CoreConnection):
     def __init__(
         self, address: ChannelAddress, activity_fd: int, unresponsive_timeout: float, report_hung: Callable[[], None]
     ) -> None:
-        channel, table, self._stop = ClientChannel([address]), ActivityTable(activity_fd), StopSignal()
-        super().__init__(
-            address, channel, table, self._stop.fd, unresponsive_timeout, partial(_close_all, channel, table)
-        )
+        channel, table, self._stop = ClientChannel(address), ActivityTable(activity_fd), StopSignal()
+        super().__init__(channel, table, self._stop.fd, unresponsive_timeout, partial(_close_all, channel, table))
         self._report_hung = report_hung
         self._failure: EngineDeadError | None = None
         self._ready: CoreReady | None = None

@@ -13,7 +13,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.process.core_connection import CoreConnection
 from mvllm.engine.process.core_handshake import CoreReady
 from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS, CoreChildProcess
-from mvllm.engine.process.zmq_channel import ChannelAddress, ClientChannel, new_addresses
+from mvllm.engine.process.zmq_channel import ChannelAddress, ClientChannel, new_address
 from mvllm.errors import EngineDeadError
 from mvllm.executor.process.process_utils import ensure_standard_streams
 from mvllm.messages.core_protocol import StopCore
@@ -42,16 +42,14 @@ class LaunchedCoreConnection(CoreConnection):
         coordinator_fd: int | None = None,
     ) -> None:
         ensure_standard_streams()
-        [own] = new_addresses()
-        channel = ClientChannel([own])
-        self.process = CoreChildProcess(name, config, platform, [own, *front_ends], coordinator_fd)
+        channel = ClientChannel(new_address())
+        self.process = CoreChildProcess(name, config, platform, [channel.address, *front_ends], coordinator_fd)
         super().__init__(
-            own,
             channel,
             self.process.activity_table,
             self.process.stop.fd,
             config.parallel.step_timeout + TIMEOUT_MARGIN_SECONDS,
-            partial(_shut_down, self.process, channel, own.identity),
+            partial(_shut_down, self.process, channel),
         )
         self._launched = 0.0
 
@@ -102,18 +100,17 @@ def as_engine_dead_error(error: Exception) -> EngineDeadError:
     return death
 
 
-def _shut_down(process: CoreChildProcess, channel: ClientChannel, identity: bytes) -> None:
+def _shut_down(process: CoreChildProcess, channel: ClientChannel) -> None:
     """Sends StopCore, then ends the process (see ChildProcessGroup.terminate), then closes the sockets."""
     if process.is_monitor_thread():  # the garbage collector runs in any thread; this one has to notice the exit
-        args = (process, channel, identity)
-        threading.Thread(target=_shut_down, args=args, name="core-shutdown", daemon=True).start()
+        threading.Thread(target=_shut_down, args=(process, channel), name="core-shutdown", daemon=True).start()
         return
     stop_sent = False
     try:
         if process.is_usable:
             process.expect_exits()
             try:
-                channel.send(identity, StopCore())
+                channel.send(StopCore())
                 stop_sent = True
             except zmq.ZMQError:  # it is ending already
                 stop_sent = False

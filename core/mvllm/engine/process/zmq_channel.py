@@ -1,10 +1,10 @@
 """The sockets between a front end and its engine cores.
 
-    front end   ROUTER ── [token number] [CoreMessage] ──> DEALER   engine core   one of these per core
-                PULL   <── [token EngineCoreOutputs] ───────── PUSH     engine core
+    front end   ROUTER ── [token number] [CoreMessage] ──> DEALER   engine core
+                PULL   <── [token EngineCoreOutputs] ───────── PUSH
 
-The front end binds and cores connect. A front end may have several cores, each with its own identity, and a core
-several front ends, each with its own sockets. Addresses are random (`ipc_sockets.py`), the kernel refuses processes of
+The front end binds and the core connects. A core may have several front ends, and a front end several cores, each pair
+with its own sockets. Addresses are random (`ipc_sockets.py`), the kernel refuses processes of
 other users, and messages that do not begin with the token are dropped: child processes receive the token with their
 start arguments, over an inherited socket pair.
 """
@@ -28,7 +28,7 @@ from mvllm.messages.requests import EngineCoreOutputs
 logger = get_logger(__name__)
 
 LINGER_MS = 1000  # how long a core that exits waits for its last updates to be received
-_MAX_UNREAD_CONNECT_MESSAGES = 16  # the ROUTER socket is read only until the cores have connected
+_MAX_UNREAD_CONNECT_MESSAGES = 16  # the ROUTER socket is read only until the core has connected
 _NUMBER = struct.Struct("!Q")
 _TOKEN_BYTES = 32
 
@@ -48,49 +48,40 @@ class ChannelAddress(msgspec.Struct, frozen=True):
     token: bytes
 
 
-def new_addresses(num_cores: int = 1) -> list[ChannelAddress]:
-    """New addresses of one front end, one per core.
+def new_address() -> ChannelAddress:
+    """A new address of a front end, for one core.
 
-    Identities are random: another process that connected first with a core's identity would lock the core out.
+    Its identity is random: another process that connected first with the core's identity would lock the core out.
     """
     prefix = make_ipc_prefix()
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    identities = [b"core-" + secrets.token_hex(16).encode() for _ in range(num_cores)]
-    return [ChannelAddress(f"{prefix}commands", f"{prefix}updates", identity, token) for identity in identities]
+    identity = b"core-" + secrets.token_hex(16).encode()
+    return ChannelAddress(f"{prefix}commands", f"{prefix}updates", identity, secrets.token_bytes(_TOKEN_BYTES))
 
 
 class ClientChannel:
-    """The front end's sockets, for any number of cores. Used from one thread at a time.
+    """The front end's sockets. Used from one thread at a time.
 
     Args:
-        addresses: From `new_addresses`, one per core.
+        address: From `new_address`.
 
     Attributes:
-        addresses: As given.
+        address: As given.
+        commands: The socket that becomes readable when the core may have connected.
+        update_socket: The socket of the core's updates.
+        num_sent: The number of the last command.
     """
 
-    def __init__(self, addresses: Sequence[ChannelAddress]) -> None:
-        self.addresses = addresses
-        first = addresses[0]
-        self._token = first.token
-        self._unconnected_identities = {address.identity for address in addresses}
-        self._number = 0
+    def __init__(self, address: ChannelAddress) -> None:
+        self.address = address
+        self.num_sent = 0
+        self._token = address.token
+        self._is_connected = False
         self._context = zmq.Context()
-        self._commands = self._bind_socket(zmq.ROUTER, first.commands, _MAX_UNREAD_CONNECT_MESSAGES)
-        self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.update_socket = self._bind_socket(zmq.PULL, first.updates, 0)
+        self.commands = self._bind_socket(zmq.ROUTER, address.commands, _MAX_UNREAD_CONNECT_MESSAGES)
+        self.commands.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.update_socket = self._bind_socket(zmq.PULL, address.updates, 0)
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._encoder = msgspec.msgpack.Encoder()
-
-    @property
-    def num_sent(self) -> int:
-        """The number of the last command."""
-        return self._number
-
-    @property
-    def commands(self) -> zmq.Socket[bytes]:
-        """The socket that becomes readable when a core may have connected."""
-        return self._commands
 
     @property
     def update_fd(self) -> int:
@@ -99,28 +90,28 @@ class ClientChannel:
         assert isinstance(fd, int)
         return fd
 
-    def all_connected(self) -> bool:
-        """Whether every core has connected; before that, nothing can be sent."""
-        while self._unconnected_identities:
+    def is_connected(self) -> bool:
+        """Whether the core has connected; before that, nothing can be sent."""
+        while not self._is_connected:
             try:
-                frames = self._commands.recv_multipart(zmq.NOBLOCK)
+                frames = self.commands.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return False
             if len(frames) == 2 and hmac.compare_digest(frames[1], self._token):
-                self._unconnected_identities.discard(frames[0])
+                self._is_connected = frames[0] == self.address.identity
         return True
 
-    def send(self, identity: bytes, command: CoreMessage) -> int:
+    def send(self, command: CoreMessage) -> int:
         """Queues a command; never blocks. Returns its number.
 
         Raises:
             zmq.ZMQError: The core is not connected (any more).
         """
         encoded = self._encoder.encode(command)  # first: a command that cannot be encoded must not take a number
-        self._number += 1
-        head = self._token + _NUMBER.pack(self._number)
-        self._commands.send_multipart([identity, head, encoded], copy=False)
-        return self._number
+        self.num_sent += 1
+        head = self._token + _NUMBER.pack(self.num_sent)
+        self.commands.send_multipart([self.address.identity, head, encoded], copy=False)
+        return self.num_sent
 
     def receive(self) -> EngineCoreOutputs | None:
         """The next update, or None if there is none now. Messages without the token are dropped."""
@@ -135,7 +126,7 @@ class ClientChannel:
 
     def close(self) -> None:
         """Idempotent."""
-        self._commands.close(linger=0)
+        self.commands.close(linger=0)
         self.update_socket.close(linger=0)
         self._context.term()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -18,6 +17,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from mvllm.platform.isolated_probes import read_line
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def _run_until_crash(functions: Sequence[Callable[[], Any]], timeout: float) -> 
     try:
         with os.fdopen(receive, "rb", buffering=0) as pipe:
             for _ in functions:
-                line = _read_line(pipe.fileno(), time.monotonic() + timeout)
+                line = read_line(pipe.fileno(), time.monotonic() + timeout)
                 has_ended = line == b""
                 if not line:
                     break
@@ -76,19 +77,6 @@ def _run_until_crash(functions: Sequence[Callable[[], Any]], timeout: float) -> 
     if len(results) < len(functions):
         results.append(ForkResult(failure=_describe(status) if has_ended else f"no answer in {timeout:g} s"))
     return results
-
-
-def _read_line(fd: int, deadline: float) -> bytes | None:
-    """The next line; empty at the end of the pipe; None at the deadline."""
-    found = b""
-    while not found.endswith(b"\n"):
-        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            return None
-        piece = os.read(fd, 1)  # bytes after the line belong to the next call
-        if not piece:
-            return b""
-        found += piece
-    return found
 
 
 def _serve(functions: Sequence[Callable[[], Any]], receive: int, send: int) -> None:

@@ -15,8 +15,9 @@ from typing import Any, get_args
 from mvllm import plugin_groups
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_settings import SERVER_LONG_PREFILL_SLOWDOWN, SERVER_MAX_QUEUED_REQUESTS
+from mvllm.config.foreign_keywords import server_keywords, translate
 from mvllm.config.human_readable_int import human_readable_int
-from mvllm.config.option_arguments import json_object, json_or_text
+from mvllm.config.option_arguments import add_foreign_options, json_object, json_or_text
 from mvllm.entrypoints.cli.address_arguments import add_address, add_allowed_hosts, check_port
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.cli.chat_arguments import (
@@ -24,7 +25,6 @@ from mvllm.entrypoints.cli.chat_arguments import (
     add_parser_arguments,
     load_chat_template,
 )
-from mvllm.entrypoints.cli.foreign_server_options import add_foreign_server_options, apply_foreign_server_options
 from mvllm.entrypoints.cli.number_arguments import positive_int, seconds
 from mvllm.entrypoints.cli.serve_extensions import Serve, ServeCommand, add_extension_arguments, load_extensions
 from mvllm.entrypoints.openai.server.authentication import KeyLimits, read_api_keys, read_key_limits
@@ -36,6 +36,8 @@ KEY_VARIABLE = "MVLLM_API_KEY"
 ADMIN_KEY_VARIABLE = "MVLLM_ADMIN_API_KEY"
 MOST_API_SERVERS = 64
 _NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client")
+_OPPOSITES = {"disable_fastapi_docs": "docs", "disable_uvicorn_access_log": "access_log"}
+"""Switches of other engines' servers that turn one of ours off."""
 
 
 _KEY_LIMITS = {
@@ -427,3 +429,20 @@ def _texts(option: str, words: Sequence[str]) -> list[str]:
 
 def _keys(given: Sequence[str], files: Sequence[str], variable: str) -> list[str]:
     return read_api_keys(given, files, variable, os.environ.pop(variable, None))  # child processes must not inherit it
+
+
+def add_foreign_server_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that other engines' servers have and this one does without. None is in the help."""
+    for name, own in _OPPOSITES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=own, action="store_false", help=argparse.SUPPRESS)
+    add_foreign_options(parser, server_keywords())
+
+
+def apply_foreign_server_options(args: argparse.Namespace) -> None:
+    """Warns of the options that have no effect.
+
+    Raises:
+        ConfigError: An option is refused.
+    """
+    table = server_keywords()
+    translate({name: value for name, value in vars(args).items() if name in table}, table, prefix="--")

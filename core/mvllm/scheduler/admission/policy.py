@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable
 
 from mvllm.kv_cache.kv_cache_manager import CachedPrefix, KVCacheManager
 from mvllm.kv_cache.state_slots import SnapshotOffers
@@ -44,7 +43,7 @@ class Candidate:
         step: The step being planned.
         share: How many of its uncomputed tokens it may compute in this round.
         offers: Snapshots on offer to each side; None for a side that does not wait for any.
-        find_rooms: Returns the most tokens of each side before its state is kept; None for any number.
+        ends_at_snapshots: The step computes no token after the first position where a side's state is kept.
         decided_by: The policy that has passed it over or stopped; None if none has.
         lacks_blocks: All policies agreed, but there were not enough free blocks.
     """
@@ -55,7 +54,7 @@ class Candidate:
         self.step = step
         self.share: PromptShare = WHOLE
         self.offers: list[SnapshotOffers | None] = []
-        self.find_rooms: Callable[[Candidate], list[int]] | None = None
+        self.ends_at_snapshots = False
         self.decided_by: AdmissionPolicy | None = None
         self.lacks_blocks = False
         self._kv_cache = kv_cache
@@ -94,13 +93,30 @@ class Candidate:
     def counts(self) -> list[int]:
         """The tokens that each side computes in this step, if the request starts."""
         if self._counts is None:
-            rooms = [sys.maxsize] * len(self.sides) if self.find_rooms is None else self.find_rooms(self)
-            self._counts = split_tokens(self.left, min(self.share.num_tokens, self.step.budget), rooms)
+            self._counts = split_tokens(self.left, min(self.share.num_tokens, self.step.budget), self._rooms())
         return self._counts
 
     @counts.setter
     def counts(self, counts: list[int]) -> None:
         self._counts = counts
+
+    @property
+    def shared_ends(self) -> list[int]:
+        """Where each side leaves a snapshot because others share its tokens up to there. Needs `offers`."""
+        return [
+            prefix.num_shared_tokens if offers is None else offers.shared_end
+            for prefix, offers in zip(self.prefixes, self.offers, strict=True)
+        ]
+
+    def _rooms(self) -> list[int]:
+        """The most tokens of each side in this step, whatever its budget."""
+        states = self._kv_cache.states
+        if states is None or not self.ends_at_snapshots:
+            return [sys.maxsize] * len(self.sides)
+        return [
+            states.first_position(side.table, start, end) - start
+            for side, start, end in zip(self.sides, self.starts, self.shared_ends, strict=True)
+        ]
 
     def _find_prefix(self, side: Request) -> CachedPrefix:
         return CachedPrefix([]) if side.needs_every_position else self._kv_cache.find_prefix(side.table)

@@ -47,8 +47,7 @@ class SharedPrefixes(AdmissionPolicy):
             candidate.offers.append(offers)
             if offers is not None and offers.wanted:
                 return Decision.PASS_OVER
-        if self._can_chunk:
-            candidate.find_rooms = self._find_rooms
+        candidate.ends_at_snapshots = self._can_chunk
         return Decision.ADMIT
 
     def commit(self, candidate: Candidate, decision: Decision) -> None:
@@ -58,8 +57,7 @@ class SharedPrefixes(AdmissionPolicy):
                 if offers.wanted:
                     self._states.wait_for(side.table, offers)
         if decision is Decision.ADMIT:
-            ends = self._shared_ends(candidate)
-            for side, start, end in zip(candidate.sides, candidate.starts, ends, strict=True):
+            for side, start, end in zip(candidate.sides, candidate.starts, candidate.shared_ends, strict=True):
                 self._states.choose_positions(side.table, start, end)
                 self._states.record_prompt(side.table, side.order)
 
@@ -68,18 +66,3 @@ class SharedPrefixes(AdmissionPolicy):
         if not self._can_chunk or not self._states.has_computing_prompts:
             return False
         return not (side.table.root is None or side.needs_every_position or self._states.is_impatient(side.table.state))
-
-    def _shared_ends(self, candidate: Candidate) -> list[int]:
-        """Where each side leaves a snapshot because others share its tokens up to there."""
-        return [
-            prefix.num_shared_tokens if offers is None else offers.shared_end
-            for prefix, offers in zip(candidate.prefixes, candidate.offers, strict=True)
-        ]
-
-    def _find_rooms(self, candidate: Candidate) -> list[int]:
-        """Tokens of each side until its first snapshot."""
-        ends = self._shared_ends(candidate)
-        return [
-            self._states.first_position(side.table, start, end) - start
-            for side, start, end in zip(candidate.sides, candidate.starts, ends, strict=True)
-        ]

@@ -16,7 +16,7 @@ from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.entrypoints.parsers.tagged_reasoning import TaggedReasoningParser, ends_with_tag
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.thinking import ThinkingTokens
-from mvllm.sampling.thinking_budget import ThinkingBudgets
+from mvllm.sampling.forced_tokens import ThinkingBudgets
 from tests.unit.engine.tokenizers import make_hf_tokenizer
 
 ALWAYS_REASON = ["deepseek_r1", "ernie45", "kimi_k2", "minimax_m2", "nemotron_v3", "olmo3"]

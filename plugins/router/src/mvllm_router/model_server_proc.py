@@ -80,7 +80,6 @@ class RouterConnection:
         self._control = control
         self._activity_table = activity_table
         self._control_socket = MessageSocket(start.control_messages_fd)
-        self._on_signal: Callable[[int], None] = lambda number: None
         self._is_ready = False
         self.index = start.index
         self.key_counters = None if start.key_counters_fd is None else KeyCounters(start.key_counters_fd)
@@ -88,9 +87,8 @@ class RouterConnection:
 
     def start_receiving(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
         """Passes the signals that the router sends to `on_signal`, in `loop`."""
-        self._on_signal = on_signal
-        loop.add_reader(self._control_socket.fd, self._receive_messages)
-        self._receive_messages()
+        loop.add_reader(self._control_socket.fd, self._receive_messages, on_signal)
+        self._receive_messages(on_signal)
 
     def report_ready(self, engine: AsyncLLM) -> None:
         """Tells the router that requests are accepted, and how much memory the model takes."""
@@ -107,9 +105,9 @@ class RouterConnection:
         """Shows the router that the event loop runs."""
         self._activity_table.write(0, IDLE if self._is_ready else "loading the model")
 
-    def _receive_messages(self) -> None:
+    def _receive_messages(self, on_signal: Callable[[int], None]) -> None:
         while (data := self._control_socket.receive()) is not None:
-            self._on_signal(msgspec.msgpack.decode(data, type=ReceivedSignal).signal)
+            on_signal(msgspec.msgpack.decode(data, type=ReceivedSignal).signal)
 
 
 def _bytes_of_weights(engine: AsyncLLM) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import cast
 
@@ -13,12 +14,11 @@ from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import ChatPromptRenderer, check_tools
 from mvllm.entrypoints.openai.common.engine_requests import EngineRequests
 from mvllm.entrypoints.openai.common.output_constraint import output_constraint
-from mvllm.entrypoints.openai.common.reasoning_tokens import count_reasoning_tokens
 from mvllm.entrypoints.openai.common.request_sampling_params import chat_sampling_params
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.usage import UsageCounter
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
-from mvllm.entrypoints.parsers.interface import Delta
+from mvllm.entrypoints.parsers.interface import Delta, ReasoningDelta, ReasoningStream
 from mvllm.entrypoints.parsers.output_parser import OutputParser, OutputParserStream
 from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.entrypoints.parsers.tool_choice import ToolChoice, parse_tool_choice
@@ -137,7 +137,7 @@ class Conversation:
         tokenizer = self._context.engine.tokenizer
         decode = partial(tokenizer.decode, skip_special_tokens=self.params.skip_special_tokens)
         stream = partial(self.output_parser.reasoning_stream, self._parser_prompt(prompt))
-        return count_reasoning_tokens(stream, decode, token_ids, at_least)
+        return _count_reasoning_tokens(stream, decode, token_ids, at_least)
 
     def _parser_prompt(self, prompt: str | None) -> str | None:
         """The prompt, as the output parser gets it."""
@@ -208,3 +208,34 @@ def _build_output_parser(
         include_reasoning=include_reasoning,
         single_call=not choice.parallel,
     )
+
+
+def _count_reasoning_tokens(
+    make_stream: Callable[[], ReasoningStream],
+    decode: Callable[[Sequence[int]], str],
+    token_ids: Sequence[int],
+    at_least: int = 0,
+) -> int:
+    """The number of tokens up to the end of the reasoning, tags included; 0 without reasoning.
+
+    Decodes and parses beginnings of the output, a logarithmic number of times.
+
+    Args:
+        make_stream: Makes a parser for the output.
+        decode: The text of tokens, as the parser gets it.
+        token_ids: The output.
+        at_least: A lower bound that is known.
+    """
+
+    def parse(num_tokens: int) -> tuple[bool, int]:
+        """Whether the reasoning is open after that many tokens, and its length in characters."""
+        stream = make_stream()
+        deltas = stream.feed(decode(token_ids[:num_tokens]))
+        return stream.in_reasoning, sum(len(delta.text) for delta in deltas if isinstance(delta, ReasoningDelta))
+
+    is_open, length = parse(len(token_ids))
+    if is_open:
+        return len(token_ids)
+    if not length:
+        return 0
+    return bisect.bisect_left(range(len(token_ids)), True, lo=at_least, key=lambda n: parse(n) == (False, length))

@@ -285,16 +285,20 @@ def _with_integers(value: Any, kind: Any) -> Any:
     """`value` with integers in place of integral floats, as far as `kind` allows no floats there."""
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     if isinstance(value, float):
-        is_wanted = int in kinds and float not in kinds and value.is_integer() and abs(value) < 1 << 53
-        return int(value) if is_wanted else value
+        wants_integer = int in kinds and float not in kinds
+        return int(value) if wants_integer and value.is_integer() and abs(value) < 1 << 53 else value
     if isinstance(value, list):
         entries = [get_args(each)[0] for each in kinds if get_origin(each) is list]
         return [_with_integers(each, Union[tuple(entries)]) for each in value] if entries else value  # noqa: UP007
-    structs = [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
-    if isinstance(value, dict) and structs:
-        fields = {field.encode_name: field.type for each in structs for field in msgspec.structs.fields(each)}
+    if isinstance(value, dict) and (fields := _fields_of_structs(kinds)):
         return {name: _with_integers(each, fields[name]) if name in fields else each for name, each in value.items()}
     return value
+
+
+def _fields_of_structs(kinds: Sequence[Any]) -> dict[str, Any]:
+    """The types of the fields of all structs among some types, by their names in JSON."""
+    structs = [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    return {field.encode_name: field.type for each in structs for field in msgspec.structs.fields(each)}
 
 
 def _may_send_json_as_other(kind: str, headers: Mapping[str, str]) -> bool:

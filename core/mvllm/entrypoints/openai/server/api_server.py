@@ -44,7 +44,7 @@ from mvllm.entrypoints.openai.server.listener import is_public, listener_url
 from mvllm.entrypoints.openai.server.rate_limits import KeyCounters, RateLimiter
 from mvllm.entrypoints.openai.server.server_state import ServerPhase, ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot, SharedServerMetrics
+from mvllm.entrypoints.openai.server.shared_metrics import MetricsPublisher, ServerMetricsSnapshot, SharedServerMetrics
 from mvllm.entrypoints.openai.server.stall_watchdog import StallWatchdog
 from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
 from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, exit_now, force_exit_after, shutdown_signals
@@ -260,17 +260,18 @@ class APIServer:
         """Serves until a signal ends the server; returns the exit status."""
         settings, group = self._settings, self._server_group
         self._registry = registry = CollectorRegistry()
+        publisher: MetricsPublisher | None = None
         if group is None:
             ProcessCollector(registry=registry)
-            self._state = ServerState(settings.heartbeat_timeout)
             self._metrics = HTTPMetrics(registry)
         else:
-            self._state = ServerState(settings.heartbeat_timeout, group.shared_metrics)
+            publisher = MetricsPublisher(group.shared_metrics, self._collect_metrics)
             self._metrics = HTTPMetrics(
                 registry,
                 other_servers=group.shared_metrics.other_http_metrics,
-                on_change=group.shared_metrics.schedule_publish,
+                on_change=publisher.schedule_publish,
             )
+        self._state = ServerState(settings.heartbeat_timeout, publisher)
         endpoint = settings.otlp_traces_endpoint
         self._tracer = Tracer(endpoint, self._models.name) if endpoint is not None else None
         limiter: RateLimiter | None = None
@@ -382,7 +383,7 @@ class APIServer:
             )
         else:
             await engine.check_health()  # from now on it reads the coordinator's messages, too
-            self._start_sharing_metrics(engine, self._server_group)
+            state.publish_metrics()
             self._server_group.report_ready(engine)
         try:
             if await self._wait_for_end(engine):
@@ -406,11 +407,11 @@ class APIServer:
             source = "--chat-template" if given else str(folder)
             await self._chat_template_renderer.check(template, read_special_tokens(folder), source)
 
-    def _start_sharing_metrics(self, engine: AsyncLLM, group: ServerParent) -> None:
-        def collect() -> ServerMetricsSnapshot:
-            return ServerMetricsSnapshot(self._state.num_in_flight, self._metrics.snapshot(), engine.metrics.snapshot())
-
-        group.shared_metrics.start(collect)
+    def _collect_metrics(self) -> ServerMetricsSnapshot | None:
+        engine = self._state.loaded_engine
+        if engine is None:
+            return None
+        return ServerMetricsSnapshot(self._state.num_in_flight, self._metrics.snapshot(), engine.metrics.snapshot())
 
     async def _wait_for_end(self, engine: AsyncLLM) -> bool:
         """Waits for a signal or for the death of the engine; returns whether a signal came."""

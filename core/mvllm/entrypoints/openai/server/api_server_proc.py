@@ -150,7 +150,6 @@ class ServerGroupMember:
         self.tokenizer_trial = TokenizerTrial() if server_args.index == 0 else None
         self._cores_ready = threading.Event()
         self._failure: EngineDeadError | None = None
-        self._on_signal: Callable[[int], None] = lambda number: None
         self._is_ready = False
 
     def load_engine(self) -> AsyncLLM:
@@ -185,9 +184,8 @@ class ServerGroupMember:
 
     def start_receiving(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
         """Handles the parent's messages in `loop`, and passes the signals that it received to `on_signal`."""
-        self._on_signal = on_signal
-        loop.add_reader(self._control_socket.fd, self._receive_messages)
-        self._receive_messages()
+        loop.add_reader(self._control_socket.fd, self._receive_messages, on_signal)
+        self._receive_messages(on_signal)
 
     def report_ready(self, engine: AsyncLLM) -> None:
         """Tells the parent that this server accepts requests."""
@@ -200,7 +198,7 @@ class ServerGroupMember:
         if self._is_ready:
             self._activity_table.write(0, IDLE)
 
-    def _receive_messages(self) -> None:
+    def _receive_messages(self, on_signal: Callable[[int], None]) -> None:
         while (data := self._control_socket.receive()) is not None:
             match self._decoder.decode(data):
                 case CoreStarted(rank=rank, ready=ready, pid=pid):
@@ -213,7 +211,7 @@ class ServerGroupMember:
                         each.set_failure(self._failure)
                     self._cores_ready.set()
                 case ShutdownSignal(signal=number):
-                    self._on_signal(number)
+                    on_signal(number)
 
     def _hung_core_reporter(self, rank: int) -> Callable[[], None]:
         def report() -> None:

@@ -201,18 +201,21 @@ class AdmittedRequest:
         if counted is not None and in_background:
             counted.hold()
         self._watchdog = state.watchdog
-        self._watched = None if state.watchdog is None else state.watchdog.begin(name)
+        self._response: EventStreamResponse | None = None
+        self._watched = None if state.watchdog is None else state.watchdog.begin(name, self._waits_for_client)
         state.request_started()
 
     def set_response(self, response: EventStreamResponse) -> None:
-        """Tells the watchdog of the stream, which may wait until its client reads."""
-        if self._watched is not None:
-            self._watched.waits_for_client = lambda: response.waits_for_client
+        """The answer is a stream, which may wait until its client reads."""
+        self._response = response
 
     def count_tokens(self) -> None:
         """Counts the tokens so far for the request's key."""
         if self._counted is not None:
             self._counted.set_tokens(self._handler.num_tokens)
+
+    def _waits_for_client(self) -> bool:
+        return self._response is not None and self._response.waits_for_client
 
     def end(self) -> None:
         """Closes the handler. To be called once."""

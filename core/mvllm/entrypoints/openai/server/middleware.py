@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -110,15 +110,7 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            caller = scope["mvllm.caller"] = self._keys.authenticate(scope["headers"])
-            if caller.role == Role.UNAUTHENTICATED and path not in UNAUTHENTICATED_PATHS:
-                raise APIError(
-                    401,
-                    "Send a valid API key: Authorization: Bearer <key>, or x-api-key: <key>.",
-                    code="invalid_api_key",
-                )
-            if self._browser_check is not None and caller.key is None and path not in UNAUTHENTICATED_PATHS:
-                self._browser_check.check(scope["headers"])
+            caller = scope["mvllm.caller"] = self._authorize(scope["headers"], path)
             if self._rate_limiter is not None:
                 running = self._rate_limiter.start(scope, caller)
             set_current_request(running)
@@ -137,6 +129,24 @@ class RequestMiddleware:
             if self._access_log and path not in _UNLOGGED_PATHS:
                 shown = status or "left"
                 logger.info('"%s %s" %s %.1f ms %s', method, _printable_path(path), shown, seconds * 1e3, request_id)
+
+    def _authorize(self, headers: Iterable[tuple[bytes, bytes]], path: str) -> Caller:
+        """The caller of a request.
+
+        Raises:
+            APIError: It has no valid key (401), or a page of another site has sent it (403).
+        """
+        caller = self._keys.authenticate(headers)
+        if path not in UNAUTHENTICATED_PATHS:
+            if caller.role == Role.UNAUTHENTICATED:
+                raise APIError(
+                    401,
+                    "Send a valid API key: Authorization: Bearer <key>, or x-api-key: <key>.",
+                    code="invalid_api_key",
+                )
+            if self._browser_check is not None and caller.key is None:
+                self._browser_check.check(headers)
+        return caller
 
 
 def request_caller(scope: Scope) -> Caller:

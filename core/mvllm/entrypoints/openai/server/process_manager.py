@@ -36,7 +36,7 @@ from mvllm.engine.process.dp_async_mp_client import replica_configs, replica_nam
 from mvllm.engine.process.launch import ChildProcess, failing_together
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection, as_engine_dead_error
 from mvllm.engine.process.message_socket import MessageSocket, message_socket_pair
-from mvllm.engine.process.zmq_channel import new_addresses
+from mvllm.engine.process.zmq_channel import new_address
 from mvllm.entrypoints.openai.server.api_server import log_listening
 from mvllm.entrypoints.openai.server.api_server_proc import (
     APIServerArgs,
@@ -154,7 +154,7 @@ class _ProcessManager:
             return one.fileno(), other
 
         configs = replica_configs(self._config)
-        addresses = [[new_addresses()[0] for _ in range(self._count)] for _ in configs]  # by rank, by server
+        addresses = [[new_address() for _ in range(self._count)] for _ in configs]  # by rank, by server
         core_fds, server_fds = [child_pair() for _ in configs], [child_pair() for _ in range(self._count)]
         for rank, config in enumerate(configs):
             name = replica_name(self._config, rank)

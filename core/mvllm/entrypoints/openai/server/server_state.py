@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
-from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
+from mvllm.entrypoints.openai.server.shared_metrics import MetricsPublisher
 from mvllm.entrypoints.openai.server.stall_watchdog import StallWatchdog
 
 
@@ -32,7 +32,7 @@ class ServerState:
 
     Args:
         heartbeat_timeout: Seconds without a heartbeat of the engine after which the server is unhealthy.
-        shared_metrics: Metrics of all processes, for a server of several.
+        publisher: Publishes the metrics of this process, for a server of several.
 
     Attributes:
         phase: The current phase.
@@ -42,14 +42,14 @@ class ServerState:
         watchdog: Watches the requests of a loaded engine.
     """
 
-    def __init__(self, heartbeat_timeout: float, shared_metrics: SharedServerMetrics | None = None) -> None:
+    def __init__(self, heartbeat_timeout: float, publisher: MetricsPublisher | None = None) -> None:
         self.phase = ServerPhase.LOADING
         self.started = time.monotonic()
         self.num_in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self._heartbeat_timeout = heartbeat_timeout
-        self._shared_metrics = shared_metrics
+        self._publisher = publisher
         self._context: ServingContext | None = None
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self.watchdog: StallWatchdog | None = None
@@ -98,21 +98,24 @@ class ServerState:
         """Counts a new request to the engine."""
         self.num_in_flight += 1
         self.idle.clear()
-        if self._shared_metrics is not None:
-            self._shared_metrics.schedule_publish()
+        self.publish_metrics()
 
     def request_finished(self) -> None:
         """Counts the end of a response."""
         self.num_in_flight -= 1
         if self.num_in_flight == 0:
             self.idle.set()
-        if self._shared_metrics is not None:
-            self._shared_metrics.schedule_publish()
+        self.publish_metrics()
+
+    def publish_metrics(self) -> None:
+        """Publishes the metrics of this process soon, if there are others."""
+        if self._publisher is not None:
+            self._publisher.schedule_publish()
 
     @property
     def total_num_in_flight(self) -> int:
         """Requests in flight in all processes of this server."""
-        others = 0 if self._shared_metrics is None else self._shared_metrics.other_num_in_flight()
+        others = 0 if self._publisher is None else self._publisher.shared.other_num_in_flight()
         return self.num_in_flight + others
 
     def unhealthy_reason(self) -> str | None:

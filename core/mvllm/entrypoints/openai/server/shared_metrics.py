@@ -1,7 +1,4 @@
-"""Metrics of several API servers in shared memory, so that each of them can report the totals of all.
-
-A server publishes its metrics shortly after a change, and periodically while requests are in flight.
-"""
+"""Metrics of several API servers in shared memory, so that each of them can report the totals of all."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class ServerMetricsSnapshot(msgspec.Struct, array_like=True):
 
 
 class SharedServerMetrics:
-    """Publishes one server's metrics and reads those of the others. Used in the event loop's thread.
+    """Writes one server's metrics and reads those of the others. Used in the event loop's thread.
 
     Args:
         pages: Shared memory with a page for each server.
@@ -43,8 +40,6 @@ class SharedServerMetrics:
     def __init__(self, pages: SharedMetricsPages, page: int) -> None:
         self._pages = pages
         self._page = page
-        self._collect: Callable[[], ServerMetricsSnapshot] | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._decoder = msgspec.msgpack.Decoder(ServerMetricsSnapshot)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -53,15 +48,9 @@ class SharedServerMetrics:
         """The metrics of a server that shares the engine with no other."""
         return cls(SharedMetricsPages.create(1), 0)
 
-    def start(self, collect: Callable[[], ServerMetricsSnapshot]) -> None:
-        """Publishes the metrics that `collect` returns from now on."""
-        self._collect = collect
-        self.schedule_publish()
-
-    def schedule_publish(self) -> None:
-        """Publishes the metrics soon. To be called after a change."""
-        if self._timer is None and self._collect is not None:
-            self._timer = asyncio.get_running_loop().call_later(_SOON_SECONDS, self._publish)
+    def write(self, metrics: ServerMetricsSnapshot) -> None:
+        """Publishes the metrics of this server."""
+        self._pages.write(self._page, self._encoder.encode(metrics))
 
     def other_servers(self) -> list[ServerMetricsSnapshot]:
         """The metrics of the other servers."""
@@ -79,10 +68,35 @@ class SharedServerMetrics:
         """Requests in flight in the other servers."""
         return sum(metrics.num_in_flight for metrics in self.other_servers())
 
+
+class MetricsPublisher:
+    """Publishes one server's metrics shortly after a change, and periodically while requests are in flight.
+
+    Used in the event loop's thread.
+
+    Args:
+        shared: The metrics of all servers.
+        collect: Returns those of this server; None before its engine is loaded.
+
+    Attributes:
+        shared: As given.
+    """
+
+    def __init__(self, shared: SharedServerMetrics, collect: Callable[[], ServerMetricsSnapshot | None]) -> None:
+        self.shared = shared
+        self._collect = collect
+        self._timer: asyncio.TimerHandle | None = None
+
+    def schedule_publish(self) -> None:
+        """Publishes the metrics soon. To be called after a change."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_SOON_SECONDS, self._publish)
+
     def _publish(self) -> None:
         self._timer = None
-        assert self._collect is not None
         metrics = self._collect()
-        self._pages.write(self._page, self._encoder.encode(metrics))
+        if metrics is None:
+            return
+        self.shared.write(metrics)
         if metrics.num_in_flight:
             self._timer = asyncio.get_running_loop().call_later(_BUSY_SECONDS, self._publish)

@@ -40,17 +40,17 @@ class WatchedRequest:
 
     Args:
         name: What it is, for the report.
+        waits_for_client: Returns whether the answer waits until the client reads.
 
     Attributes:
-        name: As given.
+        name, waits_for_client: As given.
         since: Monotonic time of its start, or of the last look at it.
-        waits_for_client: Whether the answer waits until the client reads.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, waits_for_client: Callable[[], bool]) -> None:
         self.name = name
+        self.waits_for_client = waits_for_client
         self.since = time.monotonic()
-        self.waits_for_client: Callable[[], bool] = lambda: False
 
 
 class StallWatchdog:
@@ -83,9 +83,9 @@ class StallWatchdog:
         self._thread = threading.Thread(target=self._run, name="stall-watchdog", daemon=True)
         self._thread.start()
 
-    def begin(self, name: str) -> WatchedRequest:
-        """Watches a request until `end`."""
-        request = WatchedRequest(name)
+    def begin(self, name: str, waits_for_client: Callable[[], bool] = lambda: False) -> WatchedRequest:
+        """Watches a request until `end`. Arguments as for WatchedRequest."""
+        request = WatchedRequest(name, waits_for_client)
         self._requests[request] = None
         if self._sleeps:
             with self._changed:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from mvllm.extension_api.worker import LoRAMapping
+from mvllm.extension_api.worker import LoRAMapping, LoRAModelManager
 from mvllm.plugin_api import GraphProgram
 from mvllm_graph.arrays import to_numpy
 
@@ -18,24 +18,28 @@ class AdapterArrays:
     Args:
         program: The program.
         arrays: The slots by name. They stay in host memory.
+        lora: The adapters in them.
 
     Attributes:
         arrays: As given.
     """
 
-    def __init__(self, program: GraphProgram, arrays: Mapping[str, torch.Tensor]) -> None:
-        self._program, self.arrays = program, arrays
+    def __init__(self, program: GraphProgram, arrays: Mapping[str, torch.Tensor], lora: LoRAModelManager) -> None:
+        self._program, self.arrays, self._lora = program, arrays, lora
         self._kept: dict[str, np.ndarray] = {}
-        self.give(arrays)
+        self._num_copied = -1
+        self.update()
 
-    def give(self, names: Collection[str]) -> None:
-        """Gives the present contents of slots to the program."""
-        for name in names:
-            if name in self.arrays:
-                array = to_numpy(self.arrays[name])
-                if self._program.keeps_arrays:  # which must not change afterwards
-                    array = self._kept[name] = array.copy()
-                self._program.set_weight(name, array)
+    def update(self) -> None:
+        """Gives the contents of the slots to the program, unless it has them."""
+        if self._num_copied == self._lora.num_copied:
+            return
+        self._num_copied = self._lora.num_copied
+        for name, tensor in self.arrays.items():
+            array = to_numpy(tensor)
+            if self._program.keeps_arrays:  # which must not change afterwards
+                array = self._kept[name] = array.copy()
+            self._program.set_weight(name, array)
 
 
 def adapter_slots(lora: LoRAMapping | None, num_tokens: int) -> np.ndarray:

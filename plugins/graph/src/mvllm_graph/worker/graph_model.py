@@ -110,10 +110,8 @@ class GraphModel:
                 for name, tensor in traced.arrays.items():
                     self.give(name, tensor)
                     release(tensor)
-            self._adapters = AdapterArrays(self.program, traced.adapter_arrays)
+            self._adapters = None if lora is None else AdapterArrays(self.program, traced.adapter_arrays, lora)
             self.program.finish_weights()
-        if lora is not None:
-            lora.on_changed = self._adapters.give
         caches = distinct_inputs(traced.graphs, "cache")
         self.kept_values = [*caches.values(), *distinct_inputs(traced.graphs, "state").values()]
         for i, layer in enumerate(model.attention_layers()):
@@ -201,7 +199,8 @@ class GraphModel:
         if self._reads_token_types:
             types = np.zeros(layout.num_tokens, dtype=np.int32)
             given["token_types"] = types if token_types is None else token_types.numpy()
-        if self._adapters.arrays:
+        if self._adapters is not None and self._adapters.arrays:
+            self._adapters.update()
             given["adapter_slots"] = adapter_slots(lora, layout.num_tokens)
         if self._items is not None:
             given |= self._items.arrays(items, positions)
