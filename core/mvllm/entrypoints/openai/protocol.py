@@ -5,21 +5,22 @@ had not been sent. A field falls into one of four groups:
 
     used           most fields
     no effect      fields that clients always send and that need no action (`ClientRequest`)
-    unsupported    known fields that would change the result; they are rejected (`unsupported_fields.py`)
+    unsupported    known fields that would change the result; they are rejected (`client_request.Unsupported`)
     unknown        no struct has the field; it is reported (`unknown_fields.py`)
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from mvllm.entrypoints.openai.client_request import ModelRequest
-from mvllm.entrypoints.openai.foreign_fields import (
+from mvllm.entrypoints.openai.client_request import (
     ForeignGenerationFields,
     ForeignPairFields,
     ForeignPoolingFields,
+    ModelRequest,
+    Unsupported,
 )
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -98,8 +99,9 @@ class GenerationRequest(ForeignGenerationFields, kw_only=True):
     regex: Any = None
     ebnf: Any = None
 
-    # Unsupported.
-    logits_processors: Any = None
+    logits_processors: Annotated[
+        Any, Unsupported("the server runs no code from requests; start it with --logits-processors", "none")
+    ] = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -115,7 +117,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
     prompt_embeds: str | list[str] | None = None
     logprobs: int | None = None
-    suffix: str | None = None
+    suffix: Annotated[str | None, Unsupported("fill-in-the-middle is not implemented; send only prompt", "none")] = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -137,19 +139,21 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[dict[str, Any]] | None = None
-    function_call: str | dict[str, Any] | None = None
+    functions: Annotated[list[dict[str, Any]] | None, Unsupported("it is deprecated; send tools")] = None
+    function_call: Annotated[str | dict[str, Any] | None, Unsupported("it is deprecated; send tool_choice", "none")] = (
+        None
+    )
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]] | None, Unsupported("put them into a message")] = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     return_prompt_text: bool | None = None
     modalities: list[str] | None = None
-    audio: Any = None
+    audio: Annotated[Any, Unsupported("the server generates only text; omit the field", "none")] = None
 
 
 class TranscriptionRequest(ModelRequest, kw_only=True):
