@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
-from starlette.routing import BaseRoute, Mount, Router
+from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mvllm import plugin_groups
@@ -60,7 +60,9 @@ def build_app(
     Args:
         listener: What it is to be served on; None if the application is called otherwise.
     """
-    app: ASGIApp = DirectRoutes(build_starlette_app(state, models, metrics, settings))
+    body_routes = BodyRoutes(state, models, settings)
+    starlette = build_starlette_app(state, models, metrics, settings, body_routes=body_routes)
+    app: ASGIApp = DirectRoutes(starlette, body_routes.routes)
     if tracer is not None:
         plugins = loaded_plugins(settings.disabled_http_plugins)
         operations = {path: name for _, plugin in plugins for path, name in plugin.operations.items()}
@@ -100,13 +102,15 @@ def build_starlette_app(
     metrics: HTTPMetrics,
     settings: ServerSettings,
     more_routers: Iterable[Router] = (),
+    body_routes: BodyRoutes | None = None,
 ) -> Starlette:
     """The application without middleware.
 
     Args:
         more_routers: Routes beside those of the server.
+        body_routes: Adds the routes with a JSON body.
     """
-    body_routes = BodyRoutes(state, models, settings)
+    body_routes = body_routes or BodyRoutes(state, models, settings)
     server = APIServerHandle("", state, models, settings, body_routes)
     log_failures(root_plugins(settings.disabled_http_plugins, settings.http_plugins))
     added = PluginRoutes(server)
@@ -158,12 +162,13 @@ class DirectRoutes:
 
     Args:
         app: The application.
+        routes: Further routes of it, beside its APIRoutes.
     """
 
-    def __init__(self, app: Starlette) -> None:
+    def __init__(self, app: Starlette, routes: Iterable[Route]) -> None:
         self._app = app
-        routes = [route for route in app.routes if isinstance(route, APIRoute)]
-        self._routes = {r.path: r for r in routes if r.methods == {"POST"} and not r.param_convertors}
+        found = [*(each for each in app.routes if isinstance(each, APIRoute)), *routes]
+        self._routes = {each.path: each for each in found if each.methods == {"POST"} and not each.param_convertors}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from mvllm.entrypoints.openai.client_request import ModelRequest
 from mvllm.entrypoints.openai.common.api_router import APIRouter, Endpoint
@@ -39,6 +40,7 @@ class BodyRoutes:
     Attributes:
         reader: Reads bodies within the server's limits.
         send_timeout: Seconds for which a client may leave a stream unread.
+        routes: The routes.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class BodyRoutes:
         self._state = state
         self._models = models
         self.send_timeout = settings.send_timeout
+        self.routes: list[Route] = []
         self._decoders: dict[type[ModelRequest], BodyDecoder[Any]] = {}
 
     def add(
@@ -71,6 +74,7 @@ class BodyRoutes:
         self._decoders[body_type] = BodyDecoder(body_type)
         extra = request_body_schema(body_type, example)
         router.add_api_route(path, endpoint, methods=["POST"], summary=summary, openapi_extra=extra)
+        self.routes.append(cast(Route, router.routes[-1]))
 
     def add_handler(
         self,
