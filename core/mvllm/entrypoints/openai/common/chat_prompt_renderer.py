@@ -10,7 +10,7 @@ from typing import Any
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.input_processor import check_num_chars_to_truncate
 from mvllm.engine.frontend.prompt_items import refuse_truncation
-from mvllm.entrypoints.chat_items import Items, num_rendered_chars, placeholder_texts, take_items
+from mvllm.entrypoints.chat_items import Items, num_rendered_chars, placeholder_texts, rendered_prompt, take_items
 from mvllm.entrypoints.chat_template import RENDERED_SETTINGS
 from mvllm.entrypoints.openai.common.errors import renamed_fields
 from mvllm.entrypoints.openai.common.tokenizer_pool import MAX_TEMPLATE_LENGTH, TokenizerPool
@@ -112,14 +112,8 @@ class ChatPromptRenderer:
         text, items, cut_at = await self._render_text(request)
         if not items and not request.add_special_tokens:
             return await self._tokenizer_pool.run(lambda: self._tokenize(text, request), len(text))
-        prompt = TextPrompt(prompt=text, add_special_tokens=bool(request.add_special_tokens))
-        if items:
-            prompt["multi_modal_data"] = items
-            if cut_at is not None:
-                prompt["cut_at"] = cut_at
-            if request.mm_processor_kwargs is not None:
-                prompt["mm_processor_kwargs"] = request.mm_processor_kwargs
-        return prompt
+        special = bool(request.add_special_tokens)
+        return rendered_prompt(text, items, cut_at, request.mm_processor_kwargs, add_special_tokens=special)
 
     async def _render_text(self, request: ConversationRequest) -> tuple[str, Items, str | None]:
         """The rendered conversation, with the places of its items, these, and where texts of users are cut in it."""
@@ -230,11 +224,7 @@ class ChatPromptRenderer:
         if getattr(request, "truncate_prompt_tokens", None) is not None:
             refuse_truncation()
         special = bool(request.add_special_tokens)  # beside those of the template
-        prompt = TextPrompt(prompt=text, add_special_tokens=special, multi_modal_data=items)
-        if cut_at is not None:
-            prompt["cut_at"] = cut_at
-        if request.mm_processor_kwargs is not None:
-            prompt["mm_processor_kwargs"] = request.mm_processor_kwargs
+        prompt = rendered_prompt(text, items, cut_at, request.mm_processor_kwargs, add_special_tokens=special)
         if (salt := getattr(request, "cache_salt", None)) is not None:
             prompt["cache_salt"] = salt
         with renamed_fields(_ITEM_FIELDS):
