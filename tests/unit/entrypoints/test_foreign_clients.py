@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from mvllm.engine.frontend.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from mvllm.entrypoints.openai import protocol
 from mvllm.entrypoints.openai.client_request import (
     ForeignGenerationFields,
     ForeignPairFields,
     ForeignPoolingFields,
 )
 from mvllm.entrypoints.openai.common.logprobs import chat_logprobs
-from mvllm.entrypoints.openai.common.openapi import _EXAMPLES
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.pooling.embeddings import _encode_values
@@ -105,7 +105,9 @@ def integer_fields(kind: Any) -> list[str]:
 class TestIntegralFloats:
     """Clients in languages without integers send 4.0."""
 
-    @pytest.mark.parametrize("kind", [kind for kind in _EXAMPLES if integer_fields(kind)])
+    @pytest.mark.parametrize(
+        "kind", [kind for kind in vars(protocol).values() if hasattr(kind, "EXAMPLE") and integer_fields(kind)]
+    )
     def test_they_are_integers_in_every_integer_field_of_every_body(self, kind: type[msgspec.Struct]) -> None:
         decoder = BodyDecoder(kind)
         for name in integer_fields(kind):
