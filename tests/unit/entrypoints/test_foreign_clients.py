@@ -278,6 +278,7 @@ HARMLESS_IN_GENERATION: dict[str, Any] = {
     "no_stop_trim": False,
     "return_hidden_states": False,
     "samplers": [],
+    "logits_processors": 0,
     "stream_interval": 4,
     "session_id": "s",
     "return_token_offsets": True,

@@ -104,7 +104,7 @@ class GenerationRequest(ForeignGenerationFields, kw_only=True):
     ebnf: Any = None
 
     logits_processors: Annotated[
-        Any, Unsupported("the server runs no code from requests; start it with --logits-processors", "none")
+        Any, Unsupported("the server runs no code from requests; start it with --logits-processors", 0, "none")
     ] = None
 
 
@@ -163,7 +163,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     include_reasoning: bool | None = None
     return_prompt_text: bool | None = None
     modalities: list[str] | None = None
-    audio: Annotated[Any, Unsupported("the server generates only text; omit the field", "none")] = None
+    audio: Annotated[Any, Unsupported("the server generates only text; omit the field", 0, "none")] = None
 
 
 class TranscriptionRequest(ModelRequest, kw_only=True):
