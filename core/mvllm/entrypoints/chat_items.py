@@ -137,6 +137,32 @@ def placeholder_texts(
     return found | {name: text for name, text in told.items() if text not in model.written_as.get(name, "")}
 
 
+def rendered_prompt(
+    text: str,
+    items: Items,
+    cut_at: str | None,
+    mm_processor_kwargs: Mapping[str, Any] | None,
+    *,
+    add_special_tokens: bool = False,
+) -> TextPrompt:
+    """The prompt of a rendered conversation.
+
+    Args:
+        text: The conversation, with the places of its items.
+        cut_at: The text at which `text` is cut, see `TextPrompt`; None if nothing is cut.
+        mm_processor_kwargs: Arguments of the model's processor of images, audio and videos.
+        add_special_tokens: Whether the tokenizer's special tokens are added to those of the template.
+    """
+    prompt = TextPrompt(prompt=text, add_special_tokens=add_special_tokens)
+    if cut_at is not None:
+        prompt["cut_at"] = cut_at
+    if items:
+        prompt["multi_modal_data"] = items
+        if mm_processor_kwargs is not None:
+            prompt["mm_processor_kwargs"] = dict(mm_processor_kwargs)
+    return prompt
+
+
 def is_place(part: object) -> bool:
     """Whether a part of a message is the place of an item."""
     return isinstance(part, Mapping) and part.keys() == {"type"} and part["type"] in ("image", "video", "audio")

@@ -7,7 +7,7 @@ from typing import Any
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
-from mvllm.entrypoints.chat_items import placeholder_texts, take_items
+from mvllm.entrypoints.chat_items import placeholder_texts, rendered_prompt, take_items
 from mvllm.entrypoints.chat_template import RENDERED_SETTINGS, Conversation, render_chat
 from mvllm.entrypoints.typed_placeholders import TypedPlaceholders
 from mvllm.messages.inputs import TextPrompt
@@ -45,11 +45,4 @@ def chat_prompt(
         text, cut_at = typed.cut_prompt(rendered)
     else:
         text = render_chat(tokenizer, places, placeholders=placeholders, **settings)
-    prompt = TextPrompt(prompt=text, add_special_tokens=False)  # the template has written them
-    if cut_at is not None:
-        prompt["cut_at"] = cut_at
-    if items:
-        prompt["multi_modal_data"] = items
-        if mm_processor_kwargs is not None:
-            prompt["mm_processor_kwargs"] = dict(mm_processor_kwargs)
-    return prompt
+    return rendered_prompt(text, items, cut_at, mm_processor_kwargs)

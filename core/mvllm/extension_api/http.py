@@ -16,11 +16,11 @@ from mvllm.entrypoints.openai.common.api_format import APIFormat as APIFormat
 from mvllm.entrypoints.openai.common.api_router import APIRouter as APIRouter
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import check_tools as check_tools
 from mvllm.entrypoints.openai.common.conversation import Conversation as Conversation
-from mvllm.entrypoints.openai.common.conversation import renamed_fields as renamed_fields
 from mvllm.entrypoints.openai.common.conversation_truncation import is_too_long as is_too_long
 from mvllm.entrypoints.openai.common.conversation_truncation import max_truncated_length as max_truncated_length
 from mvllm.entrypoints.openai.common.conversation_truncation import num_prompt_tokens as num_prompt_tokens
 from mvllm.entrypoints.openai.common.conversation_truncation import without_oldest_messages as without_oldest_messages
+from mvllm.entrypoints.openai.common.errors import renamed_fields as renamed_fields
 from mvllm.entrypoints.openai.common.errors import to_api_error as to_api_error
 from mvllm.entrypoints.openai.common.handler import Handler as Handler
 from mvllm.entrypoints.openai.common.handler import RequestHandler as RequestHandler

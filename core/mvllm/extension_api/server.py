@@ -24,14 +24,14 @@ from mvllm.entrypoints.openai.common.streaming_response import RequestConnection
 from mvllm.entrypoints.openai.common.streaming_response import cancel_on_disconnect as cancel_on_disconnect
 from mvllm.entrypoints.openai.common.streaming_response import stream_format as stream_format
 from mvllm.entrypoints.openai.server.api_server import require_tokenizer as require_tokenizer
-from mvllm.entrypoints.openai.server.api_server import run_child_server as run_child_server
+from mvllm.entrypoints.openai.server.api_server import run_server as run_server
 from mvllm.entrypoints.openai.server.api_server import warn_if_public as warn_if_public
 from mvllm.entrypoints.openai.server.app import build_app_without_engine as build_app_without_engine
-from mvllm.entrypoints.openai.server.application_server import serve_application as serve_application
 from mvllm.entrypoints.openai.server.authentication import Role as Role
 from mvllm.entrypoints.openai.server.browser_requests import is_same_origin as is_same_origin
 from mvllm.entrypoints.openai.server.heartbeat_monitor import HeartbeatMonitor as HeartbeatMonitor
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics as HTTPMetrics
+from mvllm.entrypoints.openai.server.http_server import serve_application as serve_application
 from mvllm.entrypoints.openai.server.listener import listener_url as listener_url
 from mvllm.entrypoints.openai.server.listener import open_listener as open_listener
 from mvllm.entrypoints.openai.server.middleware import request_caller as request_caller
@@ -85,8 +85,8 @@ __all__ = [
     "request_caller",
     "require_admin",
     "require_tokenizer",
-    "run_child_server",
     "run_in_event_loop",
+    "run_server",
     "serve_application",
     "stream_format",
     "warn_if_public",

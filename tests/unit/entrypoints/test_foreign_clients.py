@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 
 from mvllm.engine.frontend.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from mvllm.entrypoints.openai import protocol
+from mvllm.entrypoints.openai.client_request import (
+    ForeignGenerationFields,
+    ForeignPairFields,
+    ForeignPoolingFields,
+)
 from mvllm.entrypoints.openai.common.logprobs import chat_logprobs
-from mvllm.entrypoints.openai.common.openapi import _EXAMPLES
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
-from mvllm.entrypoints.openai.foreign_fields import FOREIGN_FIELDS, UNSUPPORTED_FIELDS
 from mvllm.entrypoints.openai.pooling.embeddings import _encode_values
 from mvllm.entrypoints.openai.protocol import (
     ClassificationRequest,
@@ -27,7 +31,7 @@ from mvllm.entrypoints.openai.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from mvllm.entrypoints.openai.unsupported_fields import reject_unsupported_fields
+from mvllm.entrypoints.openai.unsupported_fields import reject_unsupported_fields, unsupported_fields
 from mvllm.errors import RequestError
 from tests.unit.entrypoints.builders import save_model_folder
 from tests.unit.entrypoints.scripted_server import TEMPLATE, Server
@@ -101,7 +105,9 @@ def integer_fields(kind: Any) -> list[str]:
 class TestIntegralFloats:
     """Clients in languages without integers send 4.0."""
 
-    @pytest.mark.parametrize("kind", [kind for kind in _EXAMPLES if integer_fields(kind)])
+    @pytest.mark.parametrize(
+        "kind", [kind for kind in vars(protocol).values() if hasattr(kind, "EXAMPLE") and integer_fields(kind)]
+    )
     def test_they_are_integers_in_every_integer_field_of_every_body(self, kind: type[msgspec.Struct]) -> None:
         decoder = BodyDecoder(kind)
         for name in integer_fields(kind):
@@ -268,10 +274,11 @@ REFUSED_IN_PAIRS: dict[str, Any] = {
     "max_chunks_per_doc": 3,
 }
 HARMLESS_IN_GENERATION: dict[str, Any] = {
-    **{name: value.neutral[0] for name, value in UNSUPPORTED_FIELDS.items() if value.neutral},
+    **{name: how.neutral[0] for name, how in unsupported_fields(ForeignGenerationFields).items() if how.neutral},
     "no_stop_trim": False,
     "return_hidden_states": False,
     "samplers": [],
+    "logits_processors": 0,
     "stream_interval": 4,
     "session_id": "s",
     "return_token_offsets": True,
@@ -286,9 +293,9 @@ HARMLESS_IN_GENERATION: dict[str, Any] = {
 class TestFieldsOfOtherEngines:
     def test_every_known_field_is_in_this_table(self) -> None:
         tested = [REFUSED_IN_GENERATION, REFUSED_IN_POOLING, REFUSED_IN_PAIRS]
-        for names, refused in zip(list(FOREIGN_FIELDS.values())[:3], tested, strict=True):
-            assert set(names) == set(refused)
-        assert set(UNSUPPORTED_FIELDS) == {name for names in FOREIGN_FIELDS.values() for name in names}
+        kinds = [ForeignGenerationFields, ForeignPoolingFields, ForeignPairFields]
+        for kind, refused in zip(kinds, tested, strict=True):
+            assert set(unsupported_fields(kind)) == set(refused)
 
     @pytest.mark.parametrize("path", [CHAT, COMPLETION])
     def test_in_generation(self, folder: str, path: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from mvllm.engine.process.message_socket import MessageSocket, message_socket_pair
+from mvllm.entrypoints.openai.server.api_server_proc import ShutdownSignal
 from mvllm.entrypoints.openai.server.process_manager import _ProcessManager
-from mvllm.entrypoints.openai.server.process_messages import ShutdownSignal
 
 
 def test_two_concurrent_deaths_send_one_signal_to_the_other_servers():

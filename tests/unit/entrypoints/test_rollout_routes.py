@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from mvllm.entrypoints.openai.admin import rollout_routes
-from mvllm.entrypoints.openai.admin.rollout_routes import RolloutRoutes
+from mvllm.entrypoints.openai.admin import admin_routes
+from mvllm.entrypoints.openai.admin.admin_routes import AdminRoutes
+from mvllm.entrypoints.openai.common.api_router import APIRoute, APIRouter
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.errors import PlatformError, UnsupportedMethodError
 
@@ -27,11 +28,21 @@ class Engine:
         return fail
 
 
-async def decode(request: Any, struct: type) -> Any:
-    return struct()
+class BodyRoutes:
+    """Adds routes with a JSON body, which is empty."""
+
+    reader = None
+
+    def add(self, router: APIRouter, path: str, kind: type, endpoint: Any, summary: str) -> None:
+        router.add_api_route(path, endpoint, methods=["POST"])
+
+    async def decode(self, request: Any, kind: type) -> Any:
+        return kind()
 
 
-@pytest.mark.parametrize("route", ["init_transfer", "start", "update", "finish"])
+@pytest.mark.parametrize(
+    "path", ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+)
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
@@ -40,11 +51,12 @@ async def decode(request: Any, struct: type) -> Any:
     ],
 )
 def test_an_update_that_is_not_supported_is_501_and_one_that_failed_503(
-    route: str, error: Exception, status: int, code: str, monkeypatch: pytest.MonkeyPatch
+    path: str, error: Exception, status: int, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_routes, "require_admin", lambda request: None)
-    state: Any = SimpleNamespace(engine=Engine(error))
-    routes = RolloutRoutes(cast(Any, SimpleNamespace(state=state, body_routes=SimpleNamespace(decode=decode))))
+    monkeypatch.setattr(admin_routes, "require_admin", lambda request: None)
+    router, state = APIRouter(), SimpleNamespace(engine=Engine(error))
+    AdminRoutes(cast(Any, SimpleNamespace(state=state, body_routes=BodyRoutes()))).add_to(router)
+    [endpoint] = [each.endpoint for each in router.routes if isinstance(each, APIRoute) and each.path == path]
     with pytest.raises(APIError) as found:
-        asyncio.run(getattr(routes, route)(None))
+        asyncio.run(endpoint(None))
     assert (found.value.status, found.value.code) == (status, code)

@@ -5,25 +5,30 @@ had not been sent. A field falls into one of four groups:
 
     used           most fields
     no effect      fields that clients always send and that need no action (`ClientRequest`)
-    unsupported    known fields that would change the result; they are rejected (`unsupported_fields.py`)
+    unsupported    known fields that would change the result; they are rejected (`client_request.Unsupported`)
     unknown        no struct has the field; it is reported (`unknown_fields.py`)
+
+`EXAMPLE` is a body for the description of the API.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from mvllm.entrypoints.openai.client_request import ModelRequest
-from mvllm.entrypoints.openai.foreign_fields import (
+from mvllm.entrypoints.openai.client_request import (
     ForeignGenerationFields,
     ForeignPairFields,
     ForeignPoolingFields,
+    ModelRequest,
+    Unsupported,
 )
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of `reasoning_effort`, and of `reasoning.effort` in the Responses API."""
+
+_TEXT = "The capital of France is Paris."
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -98,8 +103,9 @@ class GenerationRequest(ForeignGenerationFields, kw_only=True):
     regex: Any = None
     ebnf: Any = None
 
-    # Unsupported.
-    logits_processors: Any = None
+    logits_processors: Annotated[
+        Any, Unsupported("the server runs no code from requests; start it with --logits-processors", 0, "none")
+    ] = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -112,10 +118,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             or safetensors with one tensor. Each is a prompt, before those of `prompt`.
     """
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}
     prompt: str | list[str | int | list[int]] | None = None
     prompt_embeds: str | list[str] | None = None
     logprobs: int | None = None
-    suffix: str | None = None
+    suffix: Annotated[str | None, Unsupported("fill-in-the-middle is not implemented; send only prompt", "none")] = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -130,6 +137,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         return_prompt_text: Report the rendered prompt as `prompt_text`.
     """
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 32,
+        "temperature": 0,
+    }
     messages: list[dict[str, Any]] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -137,19 +149,21 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[dict[str, Any]] | None = None
-    function_call: str | dict[str, Any] | None = None
+    functions: Annotated[list[dict[str, Any]] | None, Unsupported("it is deprecated; send tools")] = None
+    function_call: Annotated[str | dict[str, Any] | None, Unsupported("it is deprecated; send tool_choice", "none")] = (
+        None
+    )
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]] | None, Unsupported("put them into a message")] = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     return_prompt_text: bool | None = None
     modalities: list[str] | None = None
-    audio: Any = None
+    audio: Annotated[Any, Unsupported("the server generates only text; omit the field", 0, "none")] = None
 
 
 class TranscriptionRequest(ModelRequest, kw_only=True):
@@ -213,6 +227,7 @@ class EmbeddingRequest(InputListRequest, kw_only=True):
         use_activation: Another name of `normalize`; for the scores of a classifier see PoolingRequest.
     """
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {"input": [_TEXT], "encoding_format": "float"}
     encoding_format: str | None = None
     embed_dtype: str | None = None
     endianness: str | None = None
@@ -230,6 +245,7 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
         use_activation: Turn the scores of a classifier into probabilities.
     """
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {"input": _TEXT}
     task: str | None = None
     pooling_type: str | None = None
 
@@ -241,6 +257,7 @@ class ClassificationRequest(InputListRequest, kw_only=True):
         use_activation: Turn the scores of the classifier into probabilities; true by default.
     """
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {"input": _TEXT}
     use_activation: bool | None = None
 
 
@@ -276,6 +293,7 @@ class ScoreRequest(TextPairRequest, kw_only=True):
         text_2, documents: A text or an object with `content`, or a list of these. Aliases of one field.
     """
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {"text_1": "What is the capital of France?", "text_2": [_TEXT]}
     text_1: ScoreField = None
     text_2: ScoreField = None
     queries: ScoreField = None
@@ -300,6 +318,10 @@ class RerankRequest(TextPairRequest, kw_only=True):
         max_tokens_per_doc: Tokens of each document that are used; by default all.
     """
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {
+        "query": "What is the capital of France?",
+        "documents": [_TEXT, "Rome is in Italy."],
+    }
     query: str | ContentParts | None = None
     documents: list[str | Document] | None = None
     top_n: int | None = None
@@ -310,6 +332,7 @@ class RerankRequest(TextPairRequest, kw_only=True):
 class TokenizeRequest(ModelRequest, kw_only=True):
     """Body of `POST /tokenize`: a prompt, or messages to render with the chat template."""
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {"prompt": _TEXT, "return_token_strs": True}
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
@@ -325,12 +348,14 @@ class TokenizeRequest(ModelRequest, kw_only=True):
 class DetokenizeRequest(ModelRequest, kw_only=True):
     """Body of `POST /detokenize`."""
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {"tokens": [1, 2, 3]}
     tokens: list[int] | None = None
 
 
 class LoadLoRAAdapterRequest(ModelRequest, kw_only=True):
     """Body of `POST /v1/load_lora_adapter`."""
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {"lora_name": "poems", "lora_path": "adapters/poems"}
     lora_name: str | None = None
     lora_path: str | None = None
 
@@ -338,12 +363,14 @@ class LoadLoRAAdapterRequest(ModelRequest, kw_only=True):
 class UnloadLoRAAdapterRequest(ModelRequest, kw_only=True):
     """Body of `POST /v1/unload_lora_adapter`."""
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {"lora_name": "poems"}
     lora_name: str | None = None
 
 
 class UpdateLoRAAdapterRequest(ModelRequest, kw_only=True):
     """Body of `POST /v1/update_lora_adapter`. Without a path, the present folder is read again."""
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {"lora_name": "poems"}
     lora_name: str | None = None
     lora_path: str | None = None
 
@@ -351,18 +378,23 @@ class UpdateLoRAAdapterRequest(ModelRequest, kw_only=True):
 class InitWeightTransferRequest(ModelRequest, kw_only=True):
     """Body of `POST /init_weight_transfer_engine`."""
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {
+        "init_info": {"master_address": "10.0.0.1", "master_port": 29600, "world_size": 2},
+    }
     init_info: dict[str, Any] | None = None
 
 
 class UpdateWeightsRequest(ModelRequest, kw_only=True):
     """Body of `POST /update_weights`: `path`, `shared_memory`, or `names`, `dtype_names` and `shapes`."""
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {"update_info": {"path": "checkpoints/step-100"}}
     update_info: dict[str, Any] | None = None
 
 
 class FinishWeightUpdateRequest(ModelRequest, kw_only=True):
     """Body of `POST /finish_weight_update`."""
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {"weight_version": 100}
     weight_version: int | None = None
     reset_running_requests: bool | None = None
 
@@ -370,6 +402,7 @@ class FinishWeightUpdateRequest(ModelRequest, kw_only=True):
 class CollectiveRpcRequest(ModelRequest, kw_only=True):
     """Body of `POST /collective_rpc`."""
 
+    EXAMPLE: ClassVar[dict[str, Any]] = {"method": "name_of_a_method", "args": []}
     method: str | None = None
     args: list[Any] | None = None
     kwargs: dict[str, Any] | None = None

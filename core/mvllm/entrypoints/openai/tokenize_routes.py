@@ -4,13 +4,12 @@ ids, and the configuration of the tokenizer."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from mvllm.entrypoints.chat_template import read_tokenizer_config
 from mvllm.entrypoints.openai.common.api_router import APIRouter
-from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.streaming_response import cancel_on_disconnect
 from mvllm.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
 from mvllm.entrypoints.openai.server.server_handle import APIServerHandle
@@ -37,7 +36,7 @@ class TokenizeRoutes:
         add(router, "/detokenize", DetokenizeRequest, self.detokenize, "The text of token ids.")
         router.add_api_route("/tokenizer_info", self.tokenizer_info, methods=["GET"], summary="About the tokenizer.")
 
-    async def tokenize(self, request: Request) -> Response:
+    async def tokenize(self, request: Request) -> dict[str, Any]:
         """Token ids of a text or a conversation."""
         context, _, body = await self._server.body_routes.decode_for_model(request, TokenizeRequest)
         engine, pool = context.engine, context.tokenizer_pool
@@ -53,9 +52,9 @@ class TokenizeRoutes:
         if body.return_token_strs:  # in a thread: there may be many
             names = await pool.run(lambda: [engine.tokenizer.token_name(i) for i in ids])
         max_model_len = engine.model_config.max_model_len
-        return json_response({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": names})
+        return {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": names}
 
-    async def tokenizer_info(self, request: Request) -> Response:
+    async def tokenizer_info(self, request: Request) -> dict[str, Any]:
         """The configuration of the tokenizer, and the chat template that conversations are rendered with."""
         context = self._server.state.context
         folder = Path(context.engine.model_config.tokenizer or "")
@@ -63,9 +62,9 @@ class TokenizeRoutes:
             lambda: (read_tokenizer_config(folder), context.prompt_renderer.template_text())
         )
         config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-        return json_response({**config, "chat_template": template or None})
+        return {**config, "chat_template": template or None}
 
-    async def detokenize(self, request: Request) -> Response:
+    async def detokenize(self, request: Request) -> dict[str, Any]:
         """The text of token ids."""
         context, _, body = await self._server.body_routes.decode_for_model(request, DetokenizeRequest)
         engine, ids = context.engine, body.tokens
@@ -80,4 +79,4 @@ class TokenizeRoutes:
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise RequestError(f"tokens must be token ids from 0 to {vocab_size - 1}.", parameter="tokens")
         text = await context.tokenizer_pool.run(lambda: engine.tokenizer.decode(ids, skip_special_tokens=False))
-        return json_response({"prompt": text})
+        return {"prompt": text}

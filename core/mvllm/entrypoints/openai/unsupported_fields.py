@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from mvllm.entrypoints.openai.client_request import ModelRequest
-from mvllm.entrypoints.openai.foreign_fields import FOREIGN_FIELDS, UNSUPPORTED_FIELDS
+import functools
+from typing import get_args
+
+import msgspec
+
+from mvllm.entrypoints.openai.client_request import ModelRequest, Unsupported
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     GenerationRequest,
@@ -12,16 +16,6 @@ from mvllm.entrypoints.openai.protocol import (
 )
 from mvllm.errors import RequestError
 
-_UNSUPPORTED = {
-    "logits_processors": "the server runs no code from requests; start it with --logits-processors",
-    "suffix": "fill-in-the-middle is not implemented; send only prompt",
-    "functions": "it is deprecated; send tools",
-    "function_call": "it is deprecated; send tool_choice",
-    "documents": "put them into a message",
-    "audio": "the server generates only text; omit the field",
-}
-"""Unsupported fields, with the reason or an alternative. Null and empty values are accepted."""
-
 
 def reject_unsupported_fields(request: ModelRequest) -> None:
     """Checks that a request has no unsupported fields.
@@ -29,21 +23,23 @@ def reject_unsupported_fields(request: ModelRequest) -> None:
     Raises:
         RequestError: It has one. The message names the field and the reason.
     """
-    for kind, names in FOREIGN_FIELDS.items():
-        if isinstance(request, kind):
-            for name in names:
-                if UNSUPPORTED_FIELDS[name].is_refused(getattr(request, name)):
-                    raise RequestError(f"{name} is not supported: {UNSUPPORTED_FIELDS[name].reason}.", parameter=name)
+    for name, unsupported in unsupported_fields(type(request)).items():
+        if unsupported.refuses(getattr(request, name)):
+            raise RequestError(f"{name} is not supported: {unsupported.reason}.", parameter=name)
     _check_truncation_side(request)
     if not isinstance(request, GenerationRequest):
-        return  # other request types support fields with these names
-    for name, reason in _UNSUPPORTED.items():
-        if getattr(request, name, None) not in (None, "", [], {}, False, "none"):
-            raise RequestError(f"{name} is not supported: {reason}.", parameter=name)
+        return
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true.", parameter="stream_options")
     if isinstance(request, ChatCompletionRequest) and set(request.modalities or ()) - {"text"}:
         raise RequestError("modalities must be ['text']: the server generates only text.", parameter="modalities")
+
+
+@functools.cache
+def unsupported_fields(kind: type[msgspec.Struct]) -> dict[str, Unsupported]:
+    """The fields of a struct that are refused, by name."""
+    found = ((field.name, get_args(field.type)) for field in msgspec.structs.fields(kind))
+    return {name: each for name, types in found for each in types if isinstance(each, Unsupported)}
 
 
 def _check_truncation_side(request: ModelRequest) -> None:

@@ -48,7 +48,7 @@ class CallReader(Protocol):
 
 
 class ToolCallReader:
-    """Parser of one call.
+    """Parser of one call. See CallReader.
 
     Args:
         index: Number of the call in the output.
@@ -56,12 +56,6 @@ class ToolCallReader:
         strict: Whether the object must have a name and arguments, and no unknown key. For formats without markers,
             where an object may be content.
         make_id: Makes the call's id.
-
-    Attributes:
-        index: As given.
-        started: The object is a call, and its first delta was emitted.
-        done: The end of the call was found.
-        failed: The next character cannot be part of a call.
     """
 
     def __init__(

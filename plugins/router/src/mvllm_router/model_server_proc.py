@@ -28,7 +28,7 @@ from mvllm.extension_api.server import (
     KeyCounters,
     ServerSettings,
     SharedServerMetrics,
-    run_child_server,
+    run_server,
 )
 from mvllm_router.connection_passing import ConnectionListener
 from mvllm_router.model_entry import bytes_of_weights
@@ -123,7 +123,7 @@ def serve(start: ModelServerStart, control: socket.socket, activity_table: Activ
     router = RouterConnection(start, control, activity_table)
     router.heartbeat()
     args = EngineArgs.from_kwargs(**start.engine_args)
-    return run_child_server(args, start.settings, ConnectionListener(start.listener_fd), router)
+    return run_server(args, start.settings, ConnectionListener(start.listener_fd), router)
 
 
 def main() -> None:

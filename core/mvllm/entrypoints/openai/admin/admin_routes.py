@@ -1,25 +1,38 @@
-"""Routes of administration, which need an administrator's key: sleep, prefix cache, LoRA adapters, server info."""
+"""Routes of administration, which need an administrator's key: sleep, caches, LoRA adapters, server info, and for
+reinforcement learning pause, weight updates and calls of the workers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 
 from mvllm.engine.async_llm import AsyncLLM
+from mvllm.entrypoints.openai.client_request import ModelRequest
 from mvllm.entrypoints.openai.common.api_router import APIRouter
 from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.common.json_response import json_response
-from mvllm.entrypoints.openai.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+from mvllm.entrypoints.openai.protocol import (
+    CollectiveRpcRequest,
+    FinishWeightUpdateRequest,
+    InitWeightTransferRequest,
+    LoadLoRAAdapterRequest,
+    UnloadLoRAAdapterRequest,
+    UpdateLoRAAdapterRequest,
+    UpdateWeightsRequest,
+)
 from mvllm.entrypoints.openai.server.middleware import require_admin
 from mvllm.entrypoints.openai.server.server_handle import APIServerHandle
 from mvllm.entrypoints.root_plugins import loaded_plugins
-from mvllm.errors import ConfigError, ModelError, PlatformError, RequestError
+from mvllm.errors import ConfigError, ModelError, PlatformError, RequestError, UnsupportedMethodError
 from mvllm.version import __version__
+
+
+class NoQuery(msgspec.Struct):
+    """No query parameters: all are unknown."""
 
 
 class SleepQuery(msgspec.Struct):
@@ -34,8 +47,15 @@ class WakeUpQuery(msgspec.Struct):
     tags: list[str] | None = None
 
 
+class PauseQuery(msgspec.Struct):
+    """Query of `/pause`."""
+
+    mode: str = "abort"
+    clear_cache: bool = True
+
+
 class AdminRoutes:
-    """The routes.
+    """The routes. A handler gets the engine and the query or the body, and returns a value that is sent as JSON.
 
     Args:
         server: The API server.
@@ -46,70 +66,119 @@ class AdminRoutes:
 
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes to a router."""
-        add, add_body = router.add_api_route, self._server.body_routes.add
-        add("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"], summary="Clear the prefix cache.")
-        add("/reset_mm_cache", self.reset_mm_cache, methods=["POST"], summary="Clear the caches of images and others.")
-        summary = "Free device memory and accept no requests."
-        add("/sleep", self.sleep, methods=["POST"], summary=summary, query=SleepQuery)
+        add = functools.partial(self._add, router)
+        add("POST", "/reset_prefix_cache", self.reset_prefix_cache, "Clear the prefix cache.", query=NoQuery)
+        add("POST", "/reset_mm_cache", self.reset_mm_cache, "Clear the caches of images and others.", query=NoQuery)
+        shown = functools.partial(_show_errors, "sleep_failed")
+        add("POST", "/sleep", self.sleep, "Free device memory and accept no requests.", query=SleepQuery, errors=shown)
+        shown = functools.partial(_show_errors, "wake_up_failed")
         summary = "Allocate the memory and accept requests again."
-        add("/wake_up", self.wake_up, methods=["POST"], summary=summary, query=WakeUpQuery)
-        add("/is_sleeping", self.is_sleeping, methods=["GET"], summary="Whether the engine sleeps.")
-        add_body(router, "/v1/load_lora_adapter", LoadLoRAAdapterRequest, self.load, "Load a LoRA adapter.")
-        add_body(router, "/v1/unload_lora_adapter", UnloadLoRAAdapterRequest, self.unload, "Unload a LoRA adapter.")
-        add("/server_info", self.server_info, methods=["GET"], summary="Version, model and platform.")
+        add("POST", "/wake_up", self.wake_up, summary, query=WakeUpQuery, errors=shown)
+        add("GET", "/is_sleeping", self.is_sleeping, "Whether the engine sleeps.")
+        checked = functools.partial(add, check=self._check_runtime_lora)
+        checked("POST", "/v1/load_lora_adapter", self.load, "Load a LoRA adapter.", body=LoadLoRAAdapterRequest)
+        checked("POST", "/v1/unload_lora_adapter", self.unload, "Unload a LoRA adapter.", body=UnloadLoRAAdapterRequest)
+        summary = "Version, model and platform."
+        router.add_api_route("/server_info", self.server_info, methods=["GET"], summary=summary)
 
-    async def reset_prefix_cache(self, request: Request) -> Response:
+        add("POST", "/pause", self.pause, "Stop computing; further requests wait.", query=PauseQuery)
+        add("POST", "/resume", self.resume, "Continue after /pause.")
+        add("GET", "/is_paused", self.is_paused, "Whether the engine is paused.")
+        update = functools.partial(add, errors=_update_errors)
+        path, summary = "/init_weight_transfer_engine", "Join a trainer's process group."
+        update("POST", path, self.init_transfer, summary, body=InitWeightTransferRequest)
+        update("POST", "/start_weight_update", self.start, "Begin a weight update.")
+        summary = "Load weights into the running model."
+        update("POST", "/update_weights", self.update, summary, body=UpdateWeightsRequest)
+        update("POST", "/finish_weight_update", self.finish, "End a weight update.", body=FinishWeightUpdateRequest)
+        add("POST", "/abandon_weight_update", self.abandon, "Drop a weight update.")
+        add("GET", "/weight_info", self.weight_info, "The version of the weights.")
+        summary = "Update a LoRA adapter."
+        add("POST", "/v1/update_lora_adapter", self.update_lora, summary, body=UpdateLoRAAdapterRequest)
+        summary = "Call a method of the workers."
+        add("POST", "/collective_rpc", self.collective_rpc, summary, body=CollectiveRpcRequest, errors=_rpc_errors)
+
+    def _add(
+        self,
+        router: APIRouter,
+        method: str,
+        path: str,
+        handle: Callable[..., Awaitable[Any]],
+        summary: str,
+        *,
+        query: type[msgspec.Struct] | None = None,
+        body: type[ModelRequest] | None = None,
+        check: Callable[[], None] = lambda: None,
+        errors: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Adds one route.
+
+        Args:
+            query: The type of its query parameters; None if they are ignored.
+            body: The type of its body; None for none.
+            check: Raises if the server cannot have such requests.
+            errors: The context that the handler runs in.
+        """
+        body_routes = self._server.body_routes
+
+        @functools.wraps(handle)
+        async def endpoint(request: Request) -> Any:
+            require_admin(request)
+            check()
+            arguments: list[Any] = [self._server.state.engine]
+            if query is not None:
+                arguments.append(body_routes.reader.read_query(request, query))
+            if body is not None:
+                arguments.append(await body_routes.decode(request, body))
+            with errors():
+                return await handle(*arguments)
+
+        if body is not None:
+            body_routes.add(router, path, body, endpoint, summary)
+        else:
+            shown = None if query is NoQuery else query
+            router.add_api_route(path, endpoint, methods=[method], summary=summary, query=shown)
+
+    async def reset_prefix_cache(self, engine: AsyncLLM, query: NoQuery) -> dict[str, Any]:
         """Clears the prefix cache; `reset` is false if running requests use cached blocks."""
-        require_admin(request)
-        self._server.body_routes.reader.check_query(request)
-        return json_response({"reset": await self._server.state.engine.reset_prefix_cache()})
+        return {"reset": await engine.reset_prefix_cache()}
 
-    async def reset_mm_cache(self, request: Request) -> Response:
+    async def reset_mm_cache(self, engine: AsyncLLM, query: NoQuery) -> dict[str, Any]:
         """Drops prepared items, and results of encoders; `reset` is false if running requests use some."""
-        require_admin(request)
-        self._server.body_routes.reader.check_query(request)
-        return json_response({"reset": await self._server.state.engine.reset_mm_cache()})
+        return {"reset": await engine.reset_mm_cache()}
 
-    async def sleep(self, request: Request) -> Response:
+    async def sleep(self, engine: AsyncLLM, query: SleepQuery) -> dict[str, Any]:
         """Aborts running requests and puts the engine to sleep."""
-        require_admin(request)
-        query = self._server.body_routes.reader.read_query(request, SleepQuery)
-        engine = self._server.state.engine
-        with _show_errors("sleep_failed"):
-            await engine.sleep(query.level)
-        return json_response({"is_sleeping": engine.is_asleep})
+        await engine.sleep(query.level)
+        return {"is_sleeping": engine.is_asleep}
 
-    async def wake_up(self, request: Request) -> Response:
+    async def wake_up(self, engine: AsyncLLM, query: WakeUpQuery) -> dict[str, Any]:
         """Wakes the engine up; with `tags`, allocates only `weights` or `kv_cache`."""
-        require_admin(request)
-        query = self._server.body_routes.reader.read_query(request, WakeUpQuery)
-        engine = self._server.state.engine
-        with _show_errors("wake_up_failed"):
-            await engine.wake_up(query.tags)
-        return json_response({"is_sleeping": engine.is_asleep})
+        await engine.wake_up(query.tags)
+        return {"is_sleeping": engine.is_asleep}
 
-    async def is_sleeping(self, request: Request) -> Response:
+    async def is_sleeping(self, engine: AsyncLLM) -> dict[str, Any]:
         """Whether the engine sleeps."""
-        require_admin(request)
-        return json_response({"is_sleeping": self._server.state.engine.is_asleep})
+        return {"is_sleeping": engine.is_asleep}
 
-    async def load(self, request: Request) -> Response:
+    async def load(self, engine: AsyncLLM, body: LoadLoRAAdapterRequest) -> dict[str, Any]:
         """Loads a LoRA adapter. Requests may then name it as their model."""
-        engine = self._engine_for_lora(request)
-        body = await self._server.body_routes.decode(request, LoadLoRAAdapterRequest)
         name, path = _required(body.lora_name, "lora_name"), _required(body.lora_path, "lora_path")
         await self._server.models.load_lora_adapter(engine, name, path)
-        return json_response({"id": name, "object": "model", "root": path, "parent": self._server.models.name})
+        return {"id": name, "object": "model", "root": path, "parent": self._server.models.name}
 
-    async def unload(self, request: Request) -> Response:
+    async def unload(self, engine: AsyncLLM, body: UnloadLoRAAdapterRequest) -> dict[str, Any]:
         """Unloads a LoRA adapter. Its running requests continue."""
-        engine = self._engine_for_lora(request)
-        body = await self._server.body_routes.decode(request, UnloadLoRAAdapterRequest)
         name = _required(body.lora_name, "lora_name")
         await self._server.models.unload_lora_adapter(engine, name)
-        return json_response({"id": name, "object": "model", "deleted": True})
+        return {"id": name, "object": "model", "deleted": True}
 
-    async def server_info(self, request: Request) -> Response:
+    async def update_lora(self, engine: AsyncLLM, body: UpdateLoRAAdapterRequest) -> dict[str, Any]:
+        """Loads the files of an adapter anew, or those of another folder under its name."""
+        await self._server.models.update_lora_adapter(engine, body.lora_name or "", body.lora_path)
+        return await engine.weight_info()
+
+    async def server_info(self, request: Request) -> dict[str, Any]:
         """Version, phase, plugins, platform, workers of all replicas, and model."""
         require_admin(request)
         engine = self._server.state.loaded_engine
@@ -127,10 +196,63 @@ class AdminRoutes:
             info["num_workers"] = engine.num_workers
             fields = ("model", "architecture", "dtype", "max_model_len", "quantization", "logprobs_mode")
             info["model"] = {field: getattr(model, field) for field in fields}
-        return json_response(info)
+        return info
 
-    def _engine_for_lora(self, request: Request) -> AsyncLLM:
-        require_admin(request)
+    async def pause(self, engine: AsyncLLM, query: PauseQuery) -> dict[str, Any]:
+        """Pauses the engine; answers when no step runs."""
+        await engine.pause_generation(mode=query.mode, clear_cache=query.clear_cache)
+        return {"is_paused": True}
+
+    async def resume(self, engine: AsyncLLM) -> dict[str, Any]:
+        """Continues."""
+        await engine.resume_generation()
+        return {"is_paused": False}
+
+    async def is_paused(self, engine: AsyncLLM) -> dict[str, Any]:
+        """Whether the engine is paused."""
+        return {"is_paused": await engine.is_paused()}
+
+    async def init_transfer(self, engine: AsyncLLM, body: InitWeightTransferRequest) -> dict[str, Any]:
+        """Joins a trainer's process group; answers when all of its ranks have joined."""
+        await engine.init_weight_transfer_engine(body.init_info or {})
+        return {"message": "Weight transfer initialized"}
+
+    async def start(self, engine: AsyncLLM) -> dict[str, Any]:
+        """Begins a weight update."""
+        await engine.start_weight_update()
+        return await engine.weight_info()
+
+    async def update(self, engine: AsyncLLM, body: UpdateWeightsRequest) -> dict[str, Any]:
+        """Loads a part of a weight update; without one, a whole update."""
+        info = body.update_info or {}
+        if "tensors" in info or "safetensors" in info:
+            raise RequestError(
+                "Over HTTP, weights come from a path, shared_memory or a broadcast.", parameter="update_info"
+            )
+        await engine.update_weights(info)
+        return await engine.weight_info()
+
+    async def finish(self, engine: AsyncLLM, body: FinishWeightUpdateRequest) -> dict[str, Any]:
+        """Ends a weight update."""
+        reset = bool(body.reset_running_requests)
+        await engine.finish_weight_update(body.weight_version, reset_running_requests=reset)
+        return await engine.weight_info()
+
+    async def abandon(self, engine: AsyncLLM) -> dict[str, Any]:
+        """Drops a weight update."""
+        await engine.abandon_weight_update()
+        return await engine.weight_info()
+
+    async def weight_info(self, engine: AsyncLLM) -> dict[str, Any]:
+        """The version of the weights, whether an update is under way, and why they are unusable, if they are."""
+        return await engine.weight_info()
+
+    async def collective_rpc(self, engine: AsyncLLM, body: CollectiveRpcRequest) -> dict[str, Any]:
+        """Calls a method of `worker_extension_cls` on every worker."""
+        results = await engine.collective_rpc(body.method or "", tuple(body.args or ()), body.kwargs)
+        return {"results": results}
+
+    def _check_runtime_lora(self) -> None:
         if not self._server.server_settings.runtime_lora_loading:
             raise APIError(
                 400,
@@ -138,7 +260,6 @@ class AdminRoutes:
                 "(--lora-modules), or run with --api-server-count 1.",
                 code="adapters_are_fixed",
             )
-        return self._server.state.engine
 
 
 @contextmanager
@@ -148,6 +269,28 @@ def _show_errors(code: str) -> Iterator[None]:
         yield
     except (ConfigError, ModelError, PlatformError) as e:
         raise APIError(503, str(e), code=code, retry_after=1) from e
+
+
+@contextmanager
+def _update_errors() -> Iterator[None]:
+    """Raises errors of weight updates as those of HTTP: 501 if the platform has no updates, 503 if this one failed."""
+    try:
+        yield
+    except UnsupportedMethodError as e:
+        raise APIError(501, str(e), code="weight_updates_unsupported") from e
+    except (ModelError, PlatformError) as e:
+        raise APIError(503, str(e), code="update_failed") from e
+
+
+@contextmanager
+def _rpc_errors() -> Iterator[None]:
+    """Raises errors of methods of workers as those of HTTP."""
+    try:
+        yield
+    except ConfigError as e:
+        raise APIError(400, str(e), code="unknown_method") from e
+    except PlatformError as e:
+        raise APIError(500, str(e), code="method_failed") from e
 
 
 def _required(value: str | None, name: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.input_processor import check_num_chars_to_truncate
 from mvllm.engine.frontend.prompt_items import refuse_truncation
-from mvllm.entrypoints.chat_items import Items, num_rendered_chars, placeholder_texts, take_items
+from mvllm.entrypoints.chat_items import Items, num_rendered_chars, placeholder_texts, rendered_prompt, take_items
 from mvllm.entrypoints.chat_template import RENDERED_SETTINGS
+from mvllm.entrypoints.openai.common.errors import renamed_fields
 from mvllm.entrypoints.openai.common.tokenizer_pool import MAX_TEMPLATE_LENGTH, TokenizerPool
 from mvllm.entrypoints.openai.protocol import (
     REASONING_EFFORTS,
@@ -35,6 +35,9 @@ MAX_TEMPLATE_VARIABLES = 256
 _THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Variables by which chat templates switch the reasoning on and off; each template knows one of them."""
 
+
+_ITEM_FIELDS = {"multi_modal_data": "messages", "prompt": "messages"}
+"""Errors of items name the field that has them."""
 
 ConversationRequest = ChatCompletionRequest | TokenizeRequest | InputListRequest
 """Requests with `messages`."""
@@ -109,14 +112,8 @@ class ChatPromptRenderer:
         text, items, cut_at = await self._render_text(request)
         if not items and not request.add_special_tokens:
             return await self._tokenizer_pool.run(lambda: self._tokenize(text, request), len(text))
-        prompt = TextPrompt(prompt=text, add_special_tokens=bool(request.add_special_tokens))
-        if items:
-            prompt["multi_modal_data"] = items
-            if cut_at is not None:
-                prompt["cut_at"] = cut_at
-            if request.mm_processor_kwargs is not None:
-                prompt["mm_processor_kwargs"] = request.mm_processor_kwargs
-        return prompt
+        special = bool(request.add_special_tokens)
+        return rendered_prompt(text, items, cut_at, request.mm_processor_kwargs, add_special_tokens=special)
 
     async def _render_text(self, request: ConversationRequest) -> tuple[str, Items, str | None]:
         """The rendered conversation, with the places of its items, these, and where texts of users are cut in it."""
@@ -138,12 +135,12 @@ class ChatPromptRenderer:
         if len(request.chat_template or "") > MAX_TEMPLATE_LENGTH:
             raise RequestError(f"chat_template may have {MAX_TEMPLATE_LENGTH} characters.", parameter="chat_template")
         render = self._tokenizer_pool.render_with_request_template if has_own_template else self._tokenizer_pool.render
-        with _as_errors_of_messages():
+        with renamed_fields(_ITEM_FIELDS):
             messages, items = take_items(request.messages, self._engine.config)
         arguments = self._template_arguments(request)
         if not items:
             return await render(messages, arguments), items, None
-        with _as_errors_of_messages():
+        with renamed_fields(_ITEM_FIELDS):
             told = await self._engine.item_placeholders()
         typed = TypedPlaceholders(
             [*self._placeholders.values(), *told.values()], self._engine.model_config.max_model_len
@@ -227,14 +224,10 @@ class ChatPromptRenderer:
         if getattr(request, "truncate_prompt_tokens", None) is not None:
             refuse_truncation()
         special = bool(request.add_special_tokens)  # beside those of the template
-        prompt = TextPrompt(prompt=text, add_special_tokens=special, multi_modal_data=items)
-        if cut_at is not None:
-            prompt["cut_at"] = cut_at
-        if request.mm_processor_kwargs is not None:
-            prompt["mm_processor_kwargs"] = request.mm_processor_kwargs
+        prompt = rendered_prompt(text, items, cut_at, request.mm_processor_kwargs, add_special_tokens=special)
         if (salt := getattr(request, "cache_salt", None)) is not None:
             prompt["cache_salt"] = salt
-        with _as_errors_of_messages():
+        with renamed_fields(_ITEM_FIELDS):
             return await self._engine.expand_prompt(prompt)
 
     def _tokenize(self, text: str, request: ConversationRequest) -> TokensPrompt:
@@ -243,17 +236,6 @@ class ChatPromptRenderer:
         special = bool(request.add_special_tokens)  # beside those of the template
         ids = self._tokenizer_pool.encode_sync(text, add_special_tokens=special, truncated=truncated)
         return TokensPrompt(prompt_token_ids=ids, prompt=text)
-
-
-@contextlib.contextmanager
-def _as_errors_of_messages() -> Iterator[None]:
-    """Errors of items name the field that has them."""
-    try:
-        yield
-    except RequestError as e:
-        if e.parameter not in ("multi_modal_data", "prompt"):
-            raise
-        raise RequestError(str(e), parameter="messages") from e
 
 
 def check_tools(tools: Sequence[Any] | None) -> None:

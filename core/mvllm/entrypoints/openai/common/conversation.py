@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -65,8 +65,14 @@ class Conversation:
         )
         if self.output_parser.needs_special_tokens(renderer.special_tokens):
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-        if params.thinking_token_budget is not None and requires_thinking_tags:
-            _check_thinking_tags(self.output_parser)
+        has_tags = self.output_parser.thinking_tags is not None
+        if params.thinking_token_budget is not None and requires_thinking_tags and not has_tags:
+            raise RequestError(
+                "thinking_token_budget needs a parser that knows where the model's thoughts end: start the server with "
+                f"--reasoning-parser (one of {', '.join(reasoning_parser_names())}). The chat template does not show "
+                "which, or the format has no fixed tags.",
+                parameter="thinking_token_budget",
+            )
         self.params = params
 
     async def build_prompts(self) -> list[PromptType]:
@@ -147,36 +153,6 @@ class Conversation:
         if not isinstance(content, str):
             content = "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
         return self.output_parser.continued_prompt(prompt, content)
-
-
-def _check_thinking_tags(parser: OutputParser) -> None:
-    """Checks that the tags of the thoughts are known whose budget a request limits.
-
-    Raises:
-        RequestError: They are not.
-    """
-    if parser.thinking_tags is None:
-        raise RequestError(
-            "thinking_token_budget needs a parser that knows where the model's thoughts end: start the server with "
-            f"--reasoning-parser (one of {', '.join(reasoning_parser_names())}). The chat template does not show "
-            "which, or the format has no fixed tags.",
-            parameter="thinking_token_budget",
-        )
-
-
-@contextlib.contextmanager
-def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Renames the fields in errors: from those of the chat completion request to those of another API.
-
-    Args:
-        names: The other API's name of each field that differs.
-    """
-    try:
-        yield
-    except RequestError as e:
-        if e.parameter is None or e.parameter not in names:
-            raise
-        raise RequestError(str(e), parameter=names[e.parameter]) from e
 
 
 def _build_output_parser(

@@ -9,7 +9,7 @@ from typing import Any
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
 from mvllm.engine.frontend.request_output_stream import Consume, RequestOutputStream
-from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.entrypoints.openai.common.errors import APIError, renamed_fields
 from mvllm.entrypoints.openai.common.output_constraint import OutputConstraint
 from mvllm.errors import RequestError
 from mvllm.logging import get_logger
@@ -76,14 +76,10 @@ class EngineRequests:
             params_of_each: Sequence[SamplingParams | PoolingParams] = [params] * len(prompts)
         else:
             params_of_each = params
-        try:
+        with renamed_fields({} if constraint is None else {"structured_outputs": constraint.field}):
             streams = await engine.add_requests(
                 prompts, params_of_each, request_id, priority=priority, pooling=is_pooling, lora_request=lora_request
             )
-        except RequestError as e:
-            if constraint is not None and e.parameter == "structured_outputs":
-                raise RequestError(str(e), parameter=constraint.field) from e
-            raise
         requests = cls(streams, constraint)
         if constraint is not None:
             try:

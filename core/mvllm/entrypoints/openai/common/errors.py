@@ -6,7 +6,9 @@ and its response is a general 500.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -90,3 +92,18 @@ def to_api_error(error: BaseException) -> APIError:
         return APIError(400, "The body is nested too deeply.")
     logger.error("A request failed.", exc_info=error)
     return APIError(500, "An internal error occurred; see the server's log.", code="internal_error")
+
+
+@contextlib.contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Renames the fields in errors, for example from those of the chat completion request to those of another API.
+
+    Args:
+        names: The other name of each field that differs.
+    """
+    try:
+        yield
+    except RequestError as e:
+        if e.parameter is None or e.parameter not in names:
+            raise
+        raise RequestError(str(e), parameter=names[e.parameter]) from e

@@ -15,24 +15,6 @@ from starlette.routing import BaseRoute, Route
 
 from mvllm.entrypoints.openai.common.api_format import OPENAI, APIFormat, find_format
 from mvllm.entrypoints.openai.common.api_router import APIRoute
-from mvllm.entrypoints.openai.protocol import (
-    ChatCompletionRequest,
-    ClassificationRequest,
-    CollectiveRpcRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    FinishWeightUpdateRequest,
-    InitWeightTransferRequest,
-    LoadLoRAAdapterRequest,
-    PoolingRequest,
-    RerankRequest,
-    ScoreRequest,
-    TokenizeRequest,
-    UnloadLoRAAdapterRequest,
-    UpdateLoRAAdapterRequest,
-    UpdateWeightsRequest,
-)
 from mvllm.version import __version__
 
 _REF = "#/components/schemas/{name}"
@@ -49,42 +31,16 @@ TAGS = {
 }
 """The tags of routes, in the order in which they are shown, with their descriptions."""
 
-_TEXT = "The capital of France is Paris."
-_EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
-    ChatCompletionRequest: {
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "max_tokens": 32,
-        "temperature": 0,
-    },
-    CompletionRequest: {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0},
-    EmbeddingRequest: {"input": [_TEXT], "encoding_format": "float"},
-    PoolingRequest: {"input": _TEXT},
-    ClassificationRequest: {"input": _TEXT},
-    ScoreRequest: {"text_1": "What is the capital of France?", "text_2": [_TEXT]},
-    RerankRequest: {"query": "What is the capital of France?", "documents": [_TEXT, "Rome is in Italy."]},
-    TokenizeRequest: {"prompt": _TEXT, "return_token_strs": True},
-    DetokenizeRequest: {"tokens": [1, 2, 3]},
-    LoadLoRAAdapterRequest: {"lora_name": "poems", "lora_path": "adapters/poems"},
-    UnloadLoRAAdapterRequest: {"lora_name": "poems"},
-    UpdateLoRAAdapterRequest: {"lora_name": "poems"},
-    InitWeightTransferRequest: {
-        "init_info": {"master_address": "10.0.0.1", "master_port": 29600, "world_size": 2},
-    },
-    UpdateWeightsRequest: {"update_info": {"path": "checkpoints/step-100"}},
-    FinishWeightUpdateRequest: {"weight_version": 100},
-    CollectiveRpcRequest: {"method": "name_of_a_method", "args": []},
-}
-"""An example of each of core's bodies."""
-
 
 def request_body_schema(body_type: type[msgspec.Struct], example: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The `openapi_extra` of a route whose body is a struct of this type.
 
     Args:
-        example: A body; by default core's own example.
+        example: A body; by default `EXAMPLE` of the struct, if it has one.
     """
     content: dict[str, Any] = {"schema": {"$ref": _REF.format(name=body_type.__name__)}}
-    if (shown := _EXAMPLES.get(body_type, example)) is not None:
+    shown = vars(body_type).get("EXAMPLE") if example is None else example
+    if shown is not None:
         content["example"] = shown
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 

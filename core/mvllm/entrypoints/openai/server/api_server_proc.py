@@ -16,19 +16,14 @@ from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.metrics.shared_metrics_pages import SharedMetricsPages
 from mvllm.engine.process.async_mp_client import AsyncMPClient
 from mvllm.engine.process.coordinator_client import CoordinatorClient
+from mvllm.engine.process.core_handshake import CoreReady
 from mvllm.engine.process.dp_async_mp_client import DPLBAsyncMPClient
 from mvllm.engine.process.joined_core_connection import JoinedCoreConnection
 from mvllm.engine.process.launch import ChildProcess, CoreHandle
 from mvllm.engine.process.message_socket import MessageSocket
 from mvllm.engine.process.zmq_channel import ChannelAddress
-from mvllm.entrypoints.openai.server.api_server import APIServer, run_in_event_loop
-from mvllm.entrypoints.openai.server.process_messages import (
-    CoreHung,
-    CoreStarted,
-    EngineDied,
-    ParentMessage,
-    ShutdownSignal,
-)
+from mvllm.entrypoints.event_loop import run_in_event_loop
+from mvllm.entrypoints.openai.server.api_server import APIServer
 from mvllm.entrypoints.openai.server.rate_limits import KeyCounters
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
@@ -38,6 +33,42 @@ from mvllm.executor.config_codec import decode_config
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.executor.process.child_startup import run_child
 from mvllm.executor.process.handshake import ChildStartArgs, Handshake, send_message
+
+
+class CoreStarted(msgspec.Struct, tag=1, frozen=True):
+    """To an API server: an engine core is ready for requests.
+
+    Attributes:
+        rank: The core's data-parallel rank.
+        ready: The core's handshake.
+        pid: The core's process id.
+    """
+
+    rank: int
+    ready: CoreReady
+    pid: int
+
+
+class EngineDied(msgspec.Struct, tag=2, frozen=True):
+    """To an API server: the engine has stopped. Running requests fail, and the server ends."""
+
+    message: str
+
+
+class ShutdownSignal(msgspec.Struct, tag=3, frozen=True):
+    """To an API server: a signal was received. After the first, running requests finish; the second aborts them."""
+
+    signal: int
+
+
+class CoreHung(msgspec.Struct, tag=4, frozen=True):
+    """To the parent: an engine core with requests has been silent for too long."""
+
+    rank: int
+
+
+ParentMessage = CoreStarted | EngineDied | ShutdownSignal
+"""Messages of the parent to an API server."""
 
 
 class EngineCoreAddress(msgspec.Struct, frozen=True):
@@ -52,26 +83,14 @@ class EngineCoreAddress(msgspec.Struct, frozen=True):
     activity_fd: int
 
 
-class APIServerArgs(msgspec.Struct, frozen=True):
-    """The start arguments that differ between API servers.
+class APIServerStart(ChildStartArgs, frozen=True, kw_only=True):
+    """The start arguments of an API server process.
 
     Attributes:
         index: Index of the server, from 0.
         cores: The engine cores, by rank.
         control_messages_fd: Descriptor of the socket to the parent.
         coordinator_fd: Descriptor of the socket to the coordinator.
-    """
-
-    index: int
-    cores: list[EngineCoreAddress]
-    control_messages_fd: int
-    coordinator_fd: int
-
-
-class SharedServerArgs(msgspec.Struct, frozen=True):
-    """The start arguments that all API servers share.
-
-    Attributes:
         model: The model that the user named.
         config: The resolved configuration, encoded by config_codec.
         platform_summary: The platform's name and the plugin it came from.
@@ -82,6 +101,10 @@ class SharedServerArgs(msgspec.Struct, frozen=True):
         key_counters_fd: Descriptor of the counters of rate limits; None without limits.
     """
 
+    index: int
+    cores: list[EngineCoreAddress]
+    control_messages_fd: int
+    coordinator_fd: int
     model: str
     config: bytes
     platform_summary: str
@@ -89,17 +112,10 @@ class SharedServerArgs(msgspec.Struct, frozen=True):
     settings: ServerSettings
     listener_fd: int
     shared_metrics_fd: int
-    key_counters_fd: int | None = None
+    key_counters_fd: int | None
 
 
-class APIServerStart(ChildStartArgs, frozen=True, kw_only=True):
-    """The start arguments of an API server process."""
-
-    server_args: APIServerArgs
-    shared_args: SharedServerArgs
-
-
-class APIServerHandle(CoreHandle):
+class APIServerProcessHandle(CoreHandle):
     """The parent's handle of an API server process."""
 
     module = "mvllm.entrypoints.openai.server.api_server_proc"
@@ -109,15 +125,13 @@ class APIServerProcess(ChildProcess):
     """An API server as a child process.
 
     Args:
-        server_args, shared_args: The start arguments. The process inherits all descriptors in them.
+        start: The start arguments. The process inherits all descriptors in them.
     """
 
-    def __init__(self, server_args: APIServerArgs, shared_args: SharedServerArgs) -> None:
-        start = APIServerStart(name=f"ApiServer_{server_args.index}", server_args=server_args, shared_args=shared_args)
-        fds = [server_args.control_messages_fd, server_args.coordinator_fd]
-        fds += [shared_args.listener_fd, shared_args.shared_metrics_fd]
-        fds += [] if shared_args.key_counters_fd is None else [shared_args.key_counters_fd]
-        super().__init__(start, [*fds, *(core.activity_fd for core in server_args.cores)], APIServerHandle)
+    def __init__(self, start: APIServerStart) -> None:
+        fds = [start.control_messages_fd, start.coordinator_fd, start.listener_fd, start.shared_metrics_fd]
+        fds += [] if start.key_counters_fd is None else [start.key_counters_fd]
+        super().__init__(start, [*fds, *(core.activity_fd for core in start.cores)], APIServerProcessHandle)
 
 
 class ServerGroupMember:
@@ -131,41 +145,40 @@ class ServerGroupMember:
     """
 
     def __init__(self, start: APIServerStart, control: socket.socket, activity_table: ActivityTable) -> None:
-        self._server_args, self._shared_args = server_args, shared_args = start.server_args, start.shared_args
+        self._start = start
         self._control = control
         self._activity_table = activity_table
-        self._control_socket = MessageSocket(server_args.control_messages_fd)
+        self._control_socket = MessageSocket(start.control_messages_fd)
         self._decoder: msgspec.msgpack.Decoder[ParentMessage] = msgspec.msgpack.Decoder(ParentMessage)
-        self._coordinator_client = CoordinatorClient(MessageSocket(server_args.coordinator_fd), server_args.index + 1)
-        self.shared_metrics = SharedServerMetrics(SharedMetricsPages(shared_args.shared_metrics_fd), server_args.index)
-        self.index = server_args.index
-        fd = shared_args.key_counters_fd
-        self.key_counters = None if fd is None else KeyCounters(fd)
+        self._coordinator_client = CoordinatorClient(MessageSocket(start.coordinator_fd), start.index + 1)
+        self.shared_metrics = SharedServerMetrics(SharedMetricsPages(start.shared_metrics_fd), start.index)
+        self.index = start.index
+        self.key_counters = None if start.key_counters_fd is None else KeyCounters(start.key_counters_fd)
         self._core_connections = [
             JoinedCoreConnection(
-                core.channel, core.activity_fd, shared_args.unresponsive_timeout, self._hung_core_reporter(rank)
+                core.channel, core.activity_fd, start.unresponsive_timeout, self._hung_core_reporter(rank)
             )
-            for rank, core in enumerate(server_args.cores)
+            for rank, core in enumerate(start.cores)
         ]
-        self.tokenizer_trial = TokenizerTrial() if server_args.index == 0 else None
+        self.tokenizer_trial = TokenizerTrial() if start.index == 0 else None
         self._cores_ready = threading.Event()
         self._failure: EngineDeadError | None = None
         self._is_ready = False
 
     def load_engine(self) -> AsyncLLM:
         """Creates the engine; returns when its cores are ready."""
-        config = decode_config(self._shared_args.config)
+        config = decode_config(self._start.config)
         if self.tokenizer_trial is not None:
             self.tokenizer_trial.start(config.model.tokenizer)
         self._activity_table.write(0, "loading the tokenizer")
-        clients = [AsyncMPClient(config, each, self._shared_args.platform_summary) for each in self._core_connections]
+        clients = [AsyncMPClient(config, each, self._start.platform_summary) for each in self._core_connections]
         if config.model.max_model_len_is_auto:  # the engine is made for the length that the cores have chosen
             self._join_cores(clients)
         engine = AsyncLLM(
             config,
-            log_stats=self._server_args.index == 0,  # the log line has the totals of all servers
+            log_stats=self._start.index == 0,  # the log line has the totals of all servers
             client=DPLBAsyncMPClient(config, clients, self._coordinator_client),
-            name=f"{self._server_args.index}-",
+            name=f"{self._start.index}-",
             other_metrics=self.shared_metrics.other_engine_metrics,
         )
         if not config.model.max_model_len_is_auto:
@@ -223,12 +236,9 @@ class ServerGroupMember:
 def serve(start: APIServerStart, control: socket.socket, activity_table: ActivityTable) -> int:
     """Runs one API server; returns its exit status."""
     group = ServerGroupMember(start, control, activity_table)
-    listener = socket.socket(fileno=start.shared_args.listener_fd)
-    shared_args = start.shared_args
-    server = APIServer(
-        group.load_engine, shared_args.model, shared_args.settings, listener, group, group.tokenizer_trial
-    )
-    return run_in_event_loop(server)
+    listener = socket.socket(fileno=start.listener_fd)
+    server = APIServer(group.load_engine, start.model, start.settings, listener, group, group.tokenizer_trial)
+    return run_in_event_loop(server.run())
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mvllm import plugin_groups
 from mvllm.engine.metrics.tracing import Tracer
-from mvllm.entrypoints.openai.common.api_router import APIRouter
+from mvllm.entrypoints.openai.common.api_router import APIRoute, APIRouter
 from mvllm.entrypoints.openai.common.openapi import openapi_document
 from mvllm.entrypoints.openai.common.relaxation_header import RELAXATIONS_HEADER
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
@@ -40,7 +40,7 @@ from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.tracing_middleware import TracingMiddleware
 from mvllm.entrypoints.openai.server.web_pages import docs_page, playground_page
-from mvllm.entrypoints.root_plugins import api_formats, is_root_plugin, log_failures, root_plugins
+from mvllm.entrypoints.root_plugins import api_formats, is_root_plugin, loaded_plugins, log_failures, root_plugins
 
 _RUNNING = "mvllm is running"
 """What programs get at `/`, unless a plugin has another text."""
@@ -60,11 +60,12 @@ def build_app(
     Args:
         listener: What it is to be served on; None if the application is called otherwise.
     """
-    server, routes, added = _make_routes(state, models, metrics, settings)
-    direct = [*routes.direct_routes, *added.direct_routes]
-    app: ASGIApp = DirectRoutes(_build_starlette_app(server, routes, added), direct)
+    body_routes = BodyRoutes(state, models, settings)
+    starlette = build_starlette_app(state, models, metrics, settings, body_routes=body_routes)
+    app: ASGIApp = DirectRoutes(starlette, body_routes.routes)
     if tracer is not None:
-        operations = {path: name for plugin in added.plugins for path, name in plugin.operations.items()}
+        plugins = loaded_plugins(settings.disabled_http_plugins)
+        operations = {path: name for _, plugin in plugins for path, name in plugin.operations.items()}
         app = TracingMiddleware(app, tracer, operations)
     return add_middleware(app, metrics, settings, rate_limiter, BrowserCheck.create(settings, listener))
 
@@ -101,13 +102,38 @@ def build_starlette_app(
     metrics: HTTPMetrics,
     settings: ServerSettings,
     more_routers: Iterable[Router] = (),
+    body_routes: BodyRoutes | None = None,
 ) -> Starlette:
     """The application without middleware.
 
     Args:
         more_routers: Routes beside those of the server.
+        body_routes: Adds the routes with a JSON body.
     """
-    return _build_starlette_app(*_make_routes(state, models, metrics, settings), more_routers)
+    body_routes = body_routes or BodyRoutes(state, models, settings)
+    server = APIServerHandle("", state, models, settings, body_routes)
+    log_failures(root_plugins(settings.disabled_http_plugins, settings.http_plugins))
+    added = PluginRoutes(server)
+    routes = Routes(server, metrics, added.store_completion)
+    added.check_conflicts(routes.routers)
+    plugins = load_http_plugins(
+        [name for name in settings.http_plugins if not is_root_plugin(plugin_groups.require(plugin_groups.HTTP, name))],
+        lambda name: HTTPServerHandle(name, state, models, settings),
+    )
+    routers = (*routes.routers, *added.routers, *more_routers)
+    found: list[BaseRoute] = [each for router in routers for each in routes_of(router)]
+
+    @cache
+    def document() -> dict[str, Any]:
+        parts = {plugin.prefix: plugin.app.routes for plugin in plugins if plugin.app is not None}
+        formats = api_formats(settings.disabled_http_plugins)
+        tags = {name: text for plugin in added.plugins for name, text in plugin.tags.items()}
+        return openapi_document(found, parts, body_routes.body_types, formats, tags, UNAUTHENTICATED_PATHS)
+
+    text = next((plugin.root_text for plugin in added.plugins if plugin.root_text is not None), _RUNNING)
+    mounts = [Mount(plugin.prefix, plugin.asgi_app(body_routes.reader)) for plugin in plugins]
+    pages = _pages(document, text, has_docs=settings.docs)
+    return make_application([*found, *pages.routes, *mounts])
 
 
 def build_app_without_engine(
@@ -129,19 +155,20 @@ def build_app_without_engine(
 
 
 class DirectRoutes:
-    """Answers requests to the most used routes, and passes others on to the application.
+    """Answers requests to routes of POST without parameters in their paths, and passes others on to the application.
 
     These routes use nothing of the application's layers, each of which takes time for every request, and again whenever
     its task waits. Errors become the same responses.
 
     Args:
         app: The application.
-        routes: POST routes without parameters in their paths.
+        routes: Further routes of it, beside its APIRoutes.
     """
 
-    def __init__(self, app: ASGIApp, routes: Iterable[Route]) -> None:
+    def __init__(self, app: Starlette, routes: Iterable[Route]) -> None:
         self._app = app
-        self._routes = {route.path: route for route in routes}
+        found = [*(each for each in app.routes if isinstance(each, APIRoute)), *routes]
+        self._routes = {each.path: each for each in found if each.methods == {"POST"} and not each.param_convertors}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -158,44 +185,6 @@ class DirectRoutes:
         except Exception as e:  # noqa: BLE001  (to_api_error logs it)
             response = await handle_error(request, e)
         await response(scope, receive, send)
-
-
-def _make_routes(
-    state: ServerState,
-    models: OpenAIServingModels,
-    metrics: HTTPMetrics,
-    settings: ServerSettings,
-) -> tuple[APIServerHandle, Routes, PluginRoutes]:
-    server = APIServerHandle("", state, models, settings, BodyRoutes(state, models, settings))
-    log_failures(root_plugins(settings.disabled_http_plugins, settings.http_plugins))
-    added = PluginRoutes(server)
-    routes = Routes(server, metrics, added.store_completion)
-    added.check_conflicts(routes.routers)
-    return server, routes, added
-
-
-def _build_starlette_app(
-    server: APIServerHandle, routes: Routes, added: PluginRoutes, more_routers: Iterable[Router] = ()
-) -> Starlette:
-    settings, body_routes = server.server_settings, server.body_routes
-    plugins = load_http_plugins(
-        [name for name in settings.http_plugins if not is_root_plugin(plugin_groups.require(plugin_groups.HTTP, name))],
-        lambda name: HTTPServerHandle(name, server.state, server.models, settings),
-    )
-    routers = (*routes.routers, *added.routers, *more_routers)
-    found: list[BaseRoute] = [each for router in routers for each in routes_of(router)]
-    parts = {plugin.prefix: plugin.app.routes for plugin in plugins if plugin.app is not None}
-    formats = api_formats(settings.disabled_http_plugins)
-    tags = {name: text for plugin in added.plugins for name, text in plugin.tags.items()}
-
-    @cache
-    def document() -> dict[str, Any]:
-        return openapi_document(found, parts, body_routes.body_types, formats, tags, UNAUTHENTICATED_PATHS)
-
-    text = next((plugin.root_text for plugin in added.plugins if plugin.root_text is not None), _RUNNING)
-    mounts = [Mount(plugin.prefix, plugin.asgi_app(body_routes.reader)) for plugin in plugins]
-    pages = _pages(document, text, has_docs=settings.docs)
-    return make_application([*found, *pages.routes, *mounts])
 
 
 def _pages(document: Callable[[], dict[str, Any]], text: str, *, has_docs: bool) -> APIRouter:

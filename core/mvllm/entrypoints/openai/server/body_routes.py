@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from mvllm.entrypoints.openai.client_request import ModelRequest
-from mvllm.entrypoints.openai.common.api_router import APIRouter
+from mvllm.entrypoints.openai.common.api_router import APIRouter, Endpoint
 from mvllm.entrypoints.openai.common.handler import Handler
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.openapi import request_body_schema
@@ -24,7 +25,6 @@ from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.unsupported_fields import reject_unsupported_fields
 
 R = TypeVar("R", bound=ModelRequest)
-Endpoint = Callable[[Request], Awaitable[Response]]
 MakeHandler = Callable[[ServingContext, str, R], Handler]
 """Makes the handler of a request from the context, the model's name in the response and the body."""
 
@@ -40,7 +40,7 @@ class BodyRoutes:
     Attributes:
         reader: Reads bodies within the server's limits.
         send_timeout: Seconds for which a client may leave a stream unread.
-        paths: The paths of the routes.
+        routes: The routes.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class BodyRoutes:
         self._state = state
         self._models = models
         self.send_timeout = settings.send_timeout
-        self.paths: set[str] = set()
+        self.routes: list[Route] = []
         self._decoders: dict[type[ModelRequest], BodyDecoder[Any]] = {}
 
     def add(
@@ -71,10 +71,10 @@ class BodyRoutes:
             router: Core's router, or one of FastAPI.
             example: A body, for the API's description.
         """
-        self.paths.add(path)
         self._decoders[body_type] = BodyDecoder(body_type)
         extra = request_body_schema(body_type, example)
         router.add_api_route(path, endpoint, methods=["POST"], summary=summary, openapi_extra=extra)
+        self.routes.append(cast(Route, router.routes[-1]))
 
     def add_handler(
         self,

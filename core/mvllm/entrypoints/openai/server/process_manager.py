@@ -39,14 +39,16 @@ from mvllm.engine.process.message_socket import MessageSocket, message_socket_pa
 from mvllm.engine.process.zmq_channel import new_address
 from mvllm.entrypoints.openai.server.api_server import log_listening
 from mvllm.entrypoints.openai.server.api_server_proc import (
-    APIServerArgs,
     APIServerProcess,
+    APIServerStart,
+    CoreHung,
+    CoreStarted,
     EngineCoreAddress,
-    SharedServerArgs,
+    EngineDied,
+    ShutdownSignal,
 )
 from mvllm.entrypoints.openai.server.heartbeat_monitor import HeartbeatMonitor
 from mvllm.entrypoints.openai.server.listener import listener_url
-from mvllm.entrypoints.openai.server.process_messages import CoreHung, CoreStarted, EngineDied, ShutdownSignal
 from mvllm.entrypoints.openai.server.rate_limits import KeyCounters, RateLimiter
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.shutdown_signals import (
@@ -156,30 +158,34 @@ class _ProcessManager:
         configs = replica_configs(self._config)
         addresses = [[new_address() for _ in range(self._count)] for _ in configs]  # by rank, by server
         core_fds, server_fds = [child_pair() for _ in configs], [child_pair() for _ in range(self._count)]
-        for rank, config in enumerate(configs):
+        for rank, replica in enumerate(configs):
             name = replica_name(self._config, rank)
             self._engine_cores.append(
-                LaunchedCoreConnection(name, config, self._platform, addresses[rank], core_fds[rank][0])
+                LaunchedCoreConnection(name, replica, self._platform, addresses[rank], core_fds[rank][0])
             )
-        shared_args = SharedServerArgs(
-            model=self._model,
-            config=encode_config(self._config_per_server()),
-            platform_summary=self._platform_summary,
-            unresponsive_timeout=self._engine_cores[0].unresponsive_timeout,
-            settings=self._settings,
-            listener_fd=self._listener.fileno(),
-            shared_metrics_fd=self._shared_metrics.fd,
-            key_counters_fd=None if self._key_counters is None else self._key_counters.fd,
-        )
+        config = encode_config(self._config_per_server())
         for index in range(self._count):
             ours, theirs = pair()
             self._control_sockets.append(MessageSocket(ours))
-            cores = [
-                EngineCoreAddress(of_core[index], core.process.activity_table.fd)
-                for of_core, core in zip(addresses, self._engine_cores)
-            ]
-            server_args = APIServerArgs(index, cores, control_messages_fd=theirs, coordinator_fd=server_fds[index][0])
-            self._servers.append(APIServerProcess(server_args, shared_args))
+            start = APIServerStart(
+                name=f"ApiServer_{index}",
+                index=index,
+                cores=[
+                    EngineCoreAddress(of_core[index], core.process.activity_table.fd)
+                    for of_core, core in zip(addresses, self._engine_cores)
+                ],
+                control_messages_fd=theirs,
+                coordinator_fd=server_fds[index][0],
+                model=self._model,
+                config=config,
+                platform_summary=self._platform_summary,
+                unresponsive_timeout=self._engine_cores[0].unresponsive_timeout,
+                settings=self._settings,
+                listener_fd=self._listener.fileno(),
+                shared_metrics_fd=self._shared_metrics.fd,
+                key_counters_fd=None if self._key_counters is None else self._key_counters.fd,
+            )
+            self._servers.append(APIServerProcess(start))
         self._coordinator = CoordinatorChildProcess([fd for _, fd in core_fds], [fd for _, fd in server_fds])
 
     def _config_per_server(self) -> EngineConfig:

@@ -49,6 +49,7 @@ UNLIMITED_PATHS = {
 _ONE_MODEL = "/v1/models/"
 _NUM_COUNTERS = 4
 _REQUESTS, _TOKENS, _IN_FLIGHT, _READS_IN_FLIGHT = range(_NUM_COUNTERS)
+_NAMES = {_REQUESTS: "requests", _TOKENS: "tokens"}
 _COUNTER_BYTES = 8
 _SCOPE_KEY = "mvllm.rate_limit"
 _current: ContextVar[RunningRequest | None] = ContextVar("mvllm.running_request", default=None)
@@ -259,12 +260,12 @@ class _Key:
         }
 
     def start(self, in_flight: int) -> None:
-        limits, names = self._limits, {_REQUESTS: "requests", _TOKENS: "tokens"}
+        limits = self._limits
         self._update()
         for counter, bucket in self._buckets.items():
             if bucket.seconds_until_ready > 0 and (counter, in_flight) != (_TOKENS, _READS_IN_FLIGHT):
                 raise _too_many(
-                    f"This key may use {bucket.per_minute} {names[counter]} per minute, and has used them up.",
+                    f"This key may use {bucket.per_minute} {_NAMES[counter]} per minute, and has used them up.",
                     bucket.seconds_until_ready,
                 )
         most = limits.concurrent_requests
@@ -278,8 +279,7 @@ class _Key:
 
     def headers(self) -> Headers:
         self._update()
-        names = {_REQUESTS: "requests", _TOKENS: "tokens"}
-        return [header for counter, bucket in self._buckets.items() for header in bucket.headers(names[counter])]
+        return [header for counter, bucket in self._buckets.items() for header in bucket.headers(_NAMES[counter])]
 
     def _total(self, counter: int) -> int:
         return self._limiter._counters.total(self._index, counter, self._limiter._num_keys)

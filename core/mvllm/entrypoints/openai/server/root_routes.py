@@ -37,7 +37,6 @@ class PluginRoutes:
     def __init__(self, server: APIServerHandle) -> None:
         settings = server.server_settings
         self._made: list[tuple[PluginSource, HTTPRoutes]] = []
-        self._body_paths = server.body_routes.paths
         self.plugins: list[HTTPPlugin] = []
         self.store_completion: StoreCompletion | None = None
         for each, plugin in loaded_plugins(settings.disabled_http_plugins):
@@ -52,13 +51,6 @@ class PluginRoutes:
     def routers(self) -> list[Router]:
         """The routes."""
         return [router for _, made in self._made for router in made.routers]
-
-    @property
-    def direct_routes(self) -> list[Route]:
-        """Those of them for `DirectRoutes`: with a JSON body, and without parameters in their paths."""
-        found = (route for router in self.routers for route in _routes(router))
-        posts = (route for route in found if "POST" in (route.methods or ()) and not route.param_convertors)
-        return [route for route in posts if route.path in self._body_paths]
 
     def check_conflicts(self, core_routers: Iterable[Router]) -> None:
         """Checks that no plugin has a route that core or another plugin has.

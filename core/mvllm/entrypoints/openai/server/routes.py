@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.entrypoints.openai.admin.admin_routes import AdminRoutes
-from mvllm.entrypoints.openai.admin.rollout_routes import RolloutRoutes
 from mvllm.entrypoints.openai.audio.audio_routes import AudioRoutes
 from mvllm.entrypoints.openai.chat_completions import ChatCompletionHandler, StoreCompletion
 from mvllm.entrypoints.openai.common.api_format import api_format
-from mvllm.entrypoints.openai.common.api_router import APIRoute, APIRouter
+from mvllm.entrypoints.openai.common.api_router import APIRouter
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.completions import CompletionHandler
 from mvllm.entrypoints.openai.pooling.embeddings import embedding_handler, pooling_handler
@@ -32,9 +32,6 @@ from mvllm.entrypoints.openai.server.server_state import ServerPhase
 from mvllm.entrypoints.openai.tokenize_routes import TokenizeRoutes
 from mvllm.version import __version__
 
-_GENERATION: tuple[tuple[str, Any, Any, str], ...] = (
-    ("/v1/completions", CompletionRequest, CompletionHandler, "Continue prompts."),
-)
 _POOLING: tuple[tuple[str, Any, Any, str], ...] = (
     ("/v1/embeddings", EmbeddingRequest, embedding_handler, "Embeddings of texts."),
     ("/pooling", PoolingRequest, pooling_handler, "Embeddings of texts or of each token, or scores of texts."),
@@ -57,7 +54,6 @@ class Routes:
 
     Attributes:
         routers: All routes, with the tags of `openapi.TAGS`.
-        direct_routes: The most used of them, for `DirectRoutes`. They have no parameters.
     """
 
     def __init__(
@@ -80,14 +76,10 @@ class Routes:
 
         summary = "Generate the next message of a conversation."
         body_routes.add(generation, "/v1/chat/completions", ChatCompletionRequest, self.chat_completion, summary)
-        for route in _GENERATION:
-            body_routes.add_handler(generation, *route)
+        body_routes.add_handler(
+            generation, "/v1/completions", CompletionRequest, CompletionHandler, "Continue prompts."
+        )
         AudioRoutes(server).add_to(generation)
-        self.direct_routes = [
-            route
-            for route in generation.routes
-            if isinstance(route, APIRoute) and not route.param_convertors and "POST" in route.methods
-        ]
         for route in _POOLING:
             body_routes.add_handler(embeddings, *route, with_adapters=False)
 
@@ -98,7 +90,6 @@ class Routes:
         monitoring.add_api_route("/load", self.load, methods=["GET"], summary="Requests and cache usage, now.")
         monitoring.add_api_route("/metrics", self.get_metrics, methods=["GET"], summary="Metrics for Prometheus.")
         AdminRoutes(server).add_to(admin)
-        RolloutRoutes(server).add_to(admin)
 
     async def chat_completion(self, request: Request) -> Response:
         """Generates the next message of a conversation."""
@@ -120,23 +111,23 @@ class Routes:
         """Whether the server accepts requests. Answered from memory."""
         return _status_response(self._state.not_ready_reason())
 
-    async def list_models(self, request: Request) -> Response:
+    async def list_models(self, request: Request) -> Mapping[str, Any]:
         """The names of the model and of LoRA adapters, in the format of the client's API."""
         cards = self._models.model_cards(self._max_model_len())
-        return json_response(api_format(request.scope).model_list(cards))
+        return api_format(request.scope).model_list(cards)
 
-    async def get_model(self, request: Request) -> Response:
+    async def get_model(self, request: Request) -> Mapping[str, Any]:
         """One of the names, in the format of the client's API."""
         model_id: str = request.path_params["model_id"]
         self._models.resolve_name(model_id, with_adapters=True)
         [card] = [card for card in self._models.model_cards(self._max_model_len()) if card["id"] == model_id]
-        return json_response(api_format(request.scope).model(card))
+        return api_format(request.scope).model(card)
 
-    async def version(self, request: Request) -> Response:
+    async def version(self, request: Request) -> dict[str, str]:
         """The version of mvllm."""
-        return json_response({"version": __version__})
+        return {"version": __version__}
 
-    async def load(self, request: Request) -> Response:
+    async def load(self, request: Request) -> dict[str, Any]:
         """Requests, cache usage and throughput, now."""
         state, engine = self._state, self._state.loaded_engine
         fields: dict[str, Any] = {"server_load": state.total_num_in_flight, "phase": state.phase.value}
@@ -149,7 +140,7 @@ class Routes:
                 "prompt_tokens_per_second": load.prompt_tokens_per_second,
                 "generation_tokens_per_second": load.generation_tokens_per_second,
             }
-        return json_response(fields)
+        return fields
 
     async def get_metrics(self, request: Request) -> Response:
         """The metrics in Prometheus' format."""

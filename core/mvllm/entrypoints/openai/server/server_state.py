@@ -7,6 +7,7 @@ LOADING ── the engine is ready ──> READY ── SIGTERM ──> DRAINING
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import time
 from collections.abc import Awaitable, Callable
@@ -38,7 +39,6 @@ class ServerState:
         phase: The current phase.
         started: Monotonic time of the start.
         num_in_flight: Requests to the engine whose response has not ended, in this process.
-        idle: Set while no requests are in flight.
         watchdog: Watches the requests of a loaded engine.
     """
 
@@ -46,8 +46,8 @@ class ServerState:
         self.phase = ServerPhase.LOADING
         self.started = time.monotonic()
         self.num_in_flight = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._heartbeat_timeout = heartbeat_timeout
         self._publisher = publisher
         self._context: ServingContext | None = None
@@ -97,20 +97,25 @@ class ServerState:
     def request_started(self) -> None:
         """Counts a new request to the engine."""
         self.num_in_flight += 1
-        self.idle.clear()
+        self._idle.clear()
         self.publish_metrics()
 
     def request_finished(self) -> None:
         """Counts the end of a response."""
         self.num_in_flight -= 1
         if self.num_in_flight == 0:
-            self.idle.set()
+            self._idle.set()
         self.publish_metrics()
 
     def publish_metrics(self) -> None:
         """Publishes the metrics of this process soon, if there are others."""
         if self._publisher is not None:
             self._publisher.schedule_publish()
+
+    async def wait_idle(self, seconds: float) -> None:
+        """Waits until no requests are in flight, at most so long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
 
     @property
     def total_num_in_flight(self) -> int:

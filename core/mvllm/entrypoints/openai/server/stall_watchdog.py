@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
@@ -128,17 +127,11 @@ class StallWatchdog:
             return not self._is_closed
 
     def _look_at(self, late: list[WatchedRequest]) -> None:
-        asked: Future[tuple[list[WatchedRequest], str]] = Future()
-
-        def answer() -> None:
-            try:
-                asked.set_result(self._look_from_loop(late))
-            except Exception as e:  # noqa: BLE001  (raised by the result)
-                asked.set_exception(e)
-
+        look = self._look_from_loop(late)
         try:
-            self._loop.call_soon_threadsafe(answer)
+            asked = asyncio.run_coroutine_threadsafe(look, self._loop)
         except RuntimeError:  # the loop has ended
+            look.close()
             return
         try:
             stalled, tasks = asked.result(self._loop_seconds)
@@ -166,7 +159,7 @@ class StallWatchdog:
 
     # --- in the event loop's thread
 
-    def _look_from_loop(self, late: list[WatchedRequest]) -> tuple[list[WatchedRequest], str]:
+    async def _look_from_loop(self, late: list[WatchedRequest]) -> tuple[list[WatchedRequest], str]:
         """The requests that nobody works on, and the stacks of the tasks if there are any."""
         stalled = [request for request in late if request in self._requests and not request.waits_for_client()]
         if not stalled or not self._engine.is_idle:
