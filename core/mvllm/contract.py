@@ -1,6 +1,6 @@
 """Marks in the source of the platform contract: the phases in which core calls a method, and what may be left out.
 
-`mvllm contract` reads the marks from the source (`mvllm.platform.contract_surface`); at run time they change nothing.
+`mvllm contract` reads the marks from the source; at run time they change nothing.
 """
 
 from __future__ import annotations
