@@ -12,7 +12,8 @@ from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.thinking import DEFAULT_TAGS, ThinkingTokens
 
 _PROMPT_TAIL = 64
-"""Tokens at the end of a prompt in which its last tag is looked for."""
+_PROMPT_TAIL_CHARACTERS = 1024
+"""Tokens and characters at the end of a prompt in which its last tag is looked for."""
 
 _LINE_BREAKS = ("\n", "\n\n")
 """Texts after a tag that tokenizers join with its last character, if the tag is not a special token."""
@@ -61,9 +62,9 @@ def fit_thinking_to_prompt(
     opened = any(_ends_with(token_ids, marker) for marker in tokens.starts)
     closed = not opened and any(_ends_with(token_ids, marker) for marker in tokens.ends)
     if tokenizer is not None and not opened and not closed:
-        tail = (tokenizer.decode(token_ids[-_PROMPT_TAIL:], skip_special_tokens=False) if text is None else text)[
-            -1024:
-        ]
+        if text is None:
+            text = tokenizer.decode(token_ids[-_PROMPT_TAIL:], skip_special_tokens=False)
+        tail = text[-_PROMPT_TAIL_CHARACTERS:]
         start, end = (params.thinking_tags or DEFAULT_TAGS)[:2]
         opened, closed = (bool(tag.strip()) and tail.rstrip().endswith(tag.strip()) for tag in (start, end))
     if not opened and not closed:
