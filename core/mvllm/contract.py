@@ -1,7 +1,7 @@
 """Marks in the source of the platform contract: the phases in which core calls a method, and what may be left out.
 
-`mvllm contract` reads the marks from the source (`mvllm.platform.contract_surface`). At run time, `is_optional` finds
-those of `optional`; the others change nothing.
+`mvllm contract` reads the marks from the source. At run time, `is_optional` finds those of `optional`; the others
+change nothing.
 """
 
 from __future__ import annotations

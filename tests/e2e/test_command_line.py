@@ -85,12 +85,6 @@ def test_doctor_reports_no_problem(folder: str) -> None:
     assert ran.returncode == 0
 
 
-def test_the_operations_are_listed() -> None:
-    ran = mvllm("ops", "--platform", "cpu")
-    assert ran.returncode == 0, ran.stderr
-    assert "rms_norm" in ran.stdout
-
-
 def test_an_unknown_platform_is_reported(folder: str) -> None:
     ran = mvllm("generate", "--model", folder, "--prompt", "x", "--platform", "acme")
     assert ran.returncode == 1

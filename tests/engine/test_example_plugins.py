@@ -18,6 +18,10 @@ from safetensors.torch import load_file, save_file
 from mvllm import LLM, SamplingParams
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ConfigError, ModelError, RequestError
+from mvllm.ops.provider_plugins import installed_providers
+from mvllm.ops.registry import OpTable
+from mvllm.platform.choose import choose_platform
+from mvllm.platform.phases import Phase, enter_phase
 from tests.helpers.model_zoo import load_reference, make_checkpoint
 from tests.helpers.plugins import ROOT, prepend, write_metadata
 
@@ -157,10 +161,12 @@ class TestOps:
         assert generate(model) == expected() and not calls
         assert generate(model, op_providers="torch-norms") == expected() and calls
 
-    def test_the_list_of_operations_shows_them_first(self, examples, capsys):
-        assert main(["ops", "--platform", "cpu", "--op-providers", "torch-norms"]) == 0
-        [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rms_norm ")]
-        assert line.split()[1] == "torch-rms-norm,"
+    def test_they_precede_those_of_the_platform(self, examples):
+        platform = choose_platform("cpu").platform
+        with enter_phase(Phase.WORKER):
+            table = OpTable.resolve(platform.ops(), installed_providers(["torch-norms"]))
+        [row] = [row for row in table.describe() if row.op == "rms_norm"]
+        assert row.candidates[0] == "torch-rms-norm"
 
     def test_an_unknown_op_set_is_rejected_before_loading(self, model):
         with pytest.raises(ConfigError, match=r"'warp'.*There are: torch-norms"):

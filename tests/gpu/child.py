@@ -1,8 +1,8 @@
 """Runs items of one part in this process: `python -m tests.gpu.child PART SETTINGS DONE`. See runner.py.
 
-Standard input has a line for each item: the seconds that it may take, on the system's clock, and its name. After each item a line
-is appended to the file DONE: `done` (with or without failures among its rows), or `fresh process needed` when an
-unexpected error has left the process in a state that the next item had better not inherit.
+Standard input has a line for each item: the seconds that it may take, on the system's clock, and its name. After each
+item a line is appended to the file DONE: `done` (with or without failures among its rows), or `fresh process needed`
+when an unexpected error has left the process in a state that the next item had better not inherit.
 """
 
 from __future__ import annotations

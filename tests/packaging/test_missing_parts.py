@@ -20,9 +20,18 @@ def test_a_module_of_a_missing_part_names_its_package(core_only):
     )
 
 
-def test_operations_of_graphs_name_the_package_that_has_them(core_only):
-    wanted = 'needs the package mvllm-graph, which is not installed: pip install "mvllm[graph]"'
-    done = core_only.run("-m", "mvllm", "ops", "--graph")
-    assert (done.returncode, done.stderr) == (1, f"error: `mvllm ops --graph` {wanted}\n")
+def test_a_command_of_another_name_than_its_part_names_the_package(core_only):
+    done = core_only.run("-m", "mvllm", "plugin", "new", "acme")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: `mvllm plugin` needs the package mvllm-conformance, which is not installed: "
+        'pip install "mvllm[conformance]"\n'
+    )
+
+
+def test_the_contract_of_graphs_names_the_package_that_has_it(core_only):
     done = core_only.run("-c", "from mvllm.plugin_api.graph import GraphPlatform")
-    assert done.stderr.splitlines()[-1].endswith(f"MissingPartError: mvllm.plugin_api.graph {wanted}")
+    assert done.stderr.splitlines()[-1].endswith(
+        "MissingPartError: mvllm.plugin_api.graph needs the package mvllm-graph, which is not installed: "
+        'pip install "mvllm[graph]"'
+    )

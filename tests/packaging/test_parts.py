@@ -113,7 +113,8 @@ def test_every_distribution_builds_from_a_clean_folder(projects, wheels):
         name = tomllib.loads((project / "pyproject.toml").read_text())["project"]["name"]
         assert wheels[name].name.endswith("-py3-none-any.whl"), name
         held = set(zipfile.ZipFile(wheels[name]).namelist())
-        sources = {str(file.relative_to(project / "src")) for file in package.rglob("*.py")}
+        files = (file for suffix in ("py", "tmpl") for file in package.rglob(f"*.{suffix}"))
+        sources = {str(file.relative_to(project / "src")) for file in files}
         assert held >= {*sources, f"{package.name}/py.typed"}, name
 
 

@@ -22,6 +22,7 @@ from mvllm.entrypoints.cli.arguments import add_sampling_arguments as add_sampli
 from mvllm.entrypoints.cli.arguments import engine_args as engine_args
 from mvllm.entrypoints.cli.arguments import require_model as require_model
 from mvllm.entrypoints.cli.chat_arguments import add_chat_template_argument as add_chat_template_argument
+from mvllm.entrypoints.cli.chat_arguments import add_parser_arguments as add_parser_arguments
 from mvllm.entrypoints.cli.chat_arguments import load_chat_template as load_chat_template
 from mvllm.entrypoints.cli.config_file import add_config_argument as add_config_argument
 from mvllm.entrypoints.cli.config_file import as_arguments as as_arguments
@@ -32,7 +33,9 @@ from mvllm.entrypoints.cli.number_arguments import positive_seconds as positive_
 from mvllm.entrypoints.cli.serve_extensions import Serve as Serve
 from mvllm.entrypoints.cli.serve_extensions import ServeCommand as ServeCommand
 from mvllm.entrypoints.openai.server.settings import ServerSettings as ServerSettings
+from mvllm.entrypoints.openai.server.settings import UnknownFieldsPolicy as UnknownFieldsPolicy
 from mvllm.errors import plain_reason as plain_reason
+from mvllm.installable import missing_part as missing_part
 from mvllm.progress import show_progress as show_progress
 from mvllm.version import __version__ as __version__
 
@@ -46,12 +49,14 @@ __all__ = [
     "Serve",
     "ServeCommand",
     "ServerSettings",
+    "UnknownFieldsPolicy",
     "__version__",
     "add_address",
     "add_allowed_hosts",
     "add_chat_template_argument",
     "add_config_argument",
     "add_engine_arguments",
+    "add_parser_arguments",
     "add_positional_model",
     "add_sampling_arguments",
     "as_arguments",
@@ -62,6 +67,7 @@ __all__ = [
     "json_object",
     "list_cached_models",
     "load_chat_template",
+    "missing_part",
     "non_negative_int",
     "option_table",
     "plain_reason",

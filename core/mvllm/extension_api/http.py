@@ -15,11 +15,13 @@ from mvllm.entrypoints.openai.client_request import ModelRequest as ModelRequest
 from mvllm.entrypoints.openai.common.api_format import APIFormat as APIFormat
 from mvllm.entrypoints.openai.common.api_router import APIRouter as APIRouter
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import check_tools as check_tools
+from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer as ChatTemplateRenderer
 from mvllm.entrypoints.openai.common.conversation import Conversation as Conversation
 from mvllm.entrypoints.openai.common.conversation_truncation import is_too_long as is_too_long
 from mvllm.entrypoints.openai.common.conversation_truncation import max_truncated_length as max_truncated_length
 from mvllm.entrypoints.openai.common.conversation_truncation import num_prompt_tokens as num_prompt_tokens
 from mvllm.entrypoints.openai.common.conversation_truncation import without_oldest_messages as without_oldest_messages
+from mvllm.entrypoints.openai.common.errors import error_body as error_body
 from mvllm.entrypoints.openai.common.errors import renamed_fields as renamed_fields
 from mvllm.entrypoints.openai.common.errors import to_api_error as to_api_error
 from mvllm.entrypoints.openai.common.handler import Handler as Handler
@@ -29,6 +31,7 @@ from mvllm.entrypoints.openai.common.json_response import json_response as json_
 from mvllm.entrypoints.openai.common.load_header import waited_nanoseconds as waited_nanoseconds
 from mvllm.entrypoints.openai.common.logprobs import TokenFormatter as TokenFormatter
 from mvllm.entrypoints.openai.common.logprobs import chat_logprobs as chat_logprobs
+from mvllm.entrypoints.openai.common.request_body import BodyDecoder as BodyDecoder
 from mvllm.entrypoints.openai.common.request_body import convert_fields as convert_fields
 from mvllm.entrypoints.openai.common.request_body import read_query as read_query
 from mvllm.entrypoints.openai.common.server_sent_events import DONE as DONE
@@ -38,11 +41,15 @@ from mvllm.entrypoints.openai.common.serving_models import weights_size as weigh
 from mvllm.entrypoints.openai.common.streaming_response import JSON_LINES as JSON_LINES
 from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse as EventStreamResponse
 from mvllm.entrypoints.openai.common.streaming_response import cancel_on_disconnect as cancel_on_disconnect
+from mvllm.entrypoints.openai.common.unknown_fields import UnknownFields as UnknownFields
 from mvllm.entrypoints.openai.common.usage import UsageCounter as UsageCounter
+from mvllm.entrypoints.openai.completions import CompletionHandler as CompletionHandler
+from mvllm.entrypoints.openai.pooling.embeddings import embedding_handler as embedding_handler
 from mvllm.entrypoints.openai.pooling.inputs import InputList as InputList
 from mvllm.entrypoints.openai.pooling.inputs import PoolingRequestHandler as PoolingRequestHandler
 from mvllm.entrypoints.openai.pooling.inputs import pooling_usage as pooling_usage
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest as ChatCompletionRequest
+from mvllm.entrypoints.openai.protocol import CompletionRequest as CompletionRequest
 from mvllm.entrypoints.openai.protocol import EmbeddingRequest as EmbeddingRequest
 from mvllm.entrypoints.openai.server.authentication import Caller as Caller
 from mvllm.entrypoints.openai.server.authentication import Role as Role
@@ -53,8 +60,10 @@ from mvllm.entrypoints.openai.server.middleware import request_caller as request
 from mvllm.entrypoints.openai.server.server_handle import APIServerHandle as APIServerHandle
 from mvllm.entrypoints.openai.server.server_handle import HTTPRoutes as HTTPRoutes
 from mvllm.entrypoints.openai.server.settings import ServerSettings as ServerSettings
+from mvllm.entrypoints.openai.unsupported_fields import reject_unsupported_fields as reject_unsupported_fields
 from mvllm.entrypoints.parsers.interface import ToolCall as ToolCall
 from mvllm.entrypoints.parsers.output_parser import OutputParser as OutputParser
+from mvllm.errors import QueueFullError as QueueFullError
 from mvllm.messages.inputs import PromptType as PromptType
 from mvllm.messages.inputs import TokensPrompt as TokensPrompt
 from mvllm.messages.pooling_params import PoolingParams as PoolingParams
@@ -69,12 +78,16 @@ __all__ = [
     "APIRouter",
     "APIServerHandle",
     "AdmittedRequest",
+    "BodyDecoder",
     "BodyRoutes",
     "Caller",
     "ChatCompletionHandler",
     "ChatCompletionRequest",
+    "ChatTemplateRenderer",
     "ClientRequest",
+    "CompletionHandler",
     "CompletionOutput",
+    "CompletionRequest",
     "Conversation",
     "EmbeddingRequest",
     "EventStreamResponse",
@@ -90,6 +103,7 @@ __all__ = [
     "PoolingRequestOutput",
     "PoolingTask",
     "PromptType",
+    "QueueFullError",
     "RequestHandler",
     "RequestMetrics",
     "Role",
@@ -98,12 +112,15 @@ __all__ = [
     "TokenFormatter",
     "TokensPrompt",
     "ToolCall",
+    "UnknownFields",
     "UsageCounter",
     "cancel_on_disconnect",
     "chat_logprobs",
     "check_tools",
     "convert_fields",
+    "embedding_handler",
     "encode_json",
+    "error_body",
     "is_too_long",
     "json_response",
     "key_digest",
@@ -111,6 +128,7 @@ __all__ = [
     "num_prompt_tokens",
     "pooling_usage",
     "read_query",
+    "reject_unsupported_fields",
     "renamed_fields",
     "request_caller",
     "text_of_part",

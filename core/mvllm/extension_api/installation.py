@@ -1,4 +1,4 @@
-"""For packages that report on an installation: versions, platforms, and plugins of every group."""
+"""For packages that report on an installation: versions, platforms, plugins, and packages that may be installed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from mvllm.entrypoints.cli.platforms import availability as availability
 from mvllm.entrypoints.cli.platforms import availability_reason as availability_reason
 from mvllm.entrypoints.cli.platforms import installed_plugins as installed_plugins
 from mvllm.installable import describe_parts as describe_parts
+from mvllm.installable import installable_executors as installable_executors
+from mvllm.installable import installable_platforms as installable_platforms
 from mvllm.platform.discovery import discover as discover
 from mvllm.platform.discovery import dotted as dotted
 from mvllm.platform.discovery import find_sources as find_sources
@@ -27,6 +29,8 @@ __all__ = [
     "dotted",
     "executor_names",
     "find_sources",
+    "installable_executors",
+    "installable_platforms",
     "installed_plugins",
     "is_allowed",
 ]

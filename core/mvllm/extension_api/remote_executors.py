@@ -15,11 +15,10 @@ from mvllm.executor.message_queue import StopSignal as StopSignal
 from mvllm.executor.message_queue import WriterHandle as WriterHandle
 from mvllm.executor.process.activity_table import Activity as Activity
 from mvllm.executor.process.activity_table import ActivityTable as ActivityTable
-from mvllm.executor.process.fd_server import FileDescriptorServer as FileDescriptorServer
-from mvllm.executor.process.fd_server import FileDescriptorServerAddress as FileDescriptorServerAddress
-from mvllm.executor.process.fd_server import MessageWithFds as MessageWithFds
-from mvllm.executor.process.fd_server import fetch_descriptors as fetch_descriptors
 from mvllm.executor.process.handshake import Handshake as Handshake
+from mvllm.executor.process.message_frames import LENGTH as LENGTH
+from mvllm.executor.process.message_frames import encode_frame as encode_frame
+from mvllm.executor.process.message_frames import read_frame as read_frame
 from mvllm.executor.process.process_utils import StackFile as StackFile
 from mvllm.executor.process.process_utils import anonymous_file as anonymous_file
 from mvllm.executor.process.process_utils import dump_stacks_to as dump_stacks_to
@@ -42,13 +41,11 @@ from mvllm.executor.worker_topology import launch_topology as launch_topology
 from mvllm.logging import log_level as log_level
 
 __all__ = [
+    "LENGTH",
     "Activity",
     "ActivityTable",
-    "FileDescriptorServer",
-    "FileDescriptorServerAddress",
     "Handshake",
     "MessageReader",
-    "MessageWithFds",
     "MessageWriter",
     "PeerDiedError",
     "QueueError",
@@ -69,14 +66,15 @@ __all__ = [
     "decode_config",
     "devices_per_worker",
     "dump_stacks_to",
+    "encode_frame",
     "encode_worker_configs",
-    "fetch_descriptors",
     "is_stopped",
     "label_output",
     "launch_topology",
     "log_level",
     "module_search_path",
     "open_pidfd",
+    "read_frame",
     "watch_parent",
     "worker_names",
 ]

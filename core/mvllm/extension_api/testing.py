@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mvllm.ops.moe import ungated_activation as ungated_activation
     from mvllm.ops.norm import fused_add_rms_norm as fused_add_rms_norm
     from mvllm.ops.norm import rms_norm as rms_norm
+    from mvllm.ops.provider_plugins import installed_providers as installed_providers
     from mvllm.ops.registry import REFERENCE as REFERENCE
     from mvllm.ops.registry import OpTable as OpTable
     from mvllm.ops.rotary import rotary_embedding as rotary_embedding
@@ -88,6 +89,7 @@ _NAMES = {
     "mvllm.ops.dtypes": "torch_dtype",
     "mvllm.ops.moe": "UNGATED_ACTIVATIONS clamped_gate ungated_activation",
     "mvllm.ops.norm": "fused_add_rms_norm rms_norm",
+    "mvllm.ops.provider_plugins": "installed_providers",
     "mvllm.ops.registry": "OpTable REFERENCE",
     "mvllm.ops.rotary": "rotary_embedding",
     "mvllm.platform.checked_calls": "call_checked check_kv_transfer checked_attention_backend checked_state_backend",

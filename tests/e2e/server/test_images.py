@@ -12,7 +12,6 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -251,23 +250,3 @@ def test_a_cache_salt_separates_images(client: httpx2.Client) -> None:
         assert content(client.post("/v1/chat/completions", json=request))
         new.append([now - then for now, then in zip(hits(), before, strict=True)])
     assert new == [[0, 0], [1, 1], [0, 0], [0, 0]]
-
-
-def test_a_batch_file_with_an_image(tmp_path: Path, server: ServerProcess) -> None:
-    """The file is run by an engine of its own."""
-    import subprocess
-    import sys
-
-    model = next(each for each in tagged_processes(server.tag) if "serve" in each.cmdline()).cmdline()
-    folder = next(part for part in model if part.endswith("/model"))
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat(image_part(picture()))}
-    (tmp_path / "in.jsonl").write_text(json.dumps({**line, "body": {**line["body"], "model": folder}}) + "\n")
-    arguments = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--model", folder]
-    settings = ["--dtype", "float32", "--max-model-len", "512", "--platform", "cpu", *SMALL]
-    subprocess.run(
-        [sys.executable, "-m", "mvllm.entrypoints.cli.main", "run-batch", *arguments, *settings],
-        check=True,
-        timeout=180,
-    )
-    out = json.loads((tmp_path / "out.jsonl").read_text())
-    assert out["response"]["status_code"] == 200, out

@@ -10,7 +10,7 @@ import pytest
 
 from mvllm.config.env import KNOWN_VARIABLES
 from mvllm.entrypoints.cli.argument_parser import find_subcommand
-from mvllm.entrypoints.cli.main import COMMANDS, TOOLS, _make_parser, load_command
+from mvllm.entrypoints.cli.main import COMMANDS, PART_COMMANDS, _make_parser, load_command
 from mvllm.installable import installable_parts
 from tests.unit.docs.guide_tables import DOCS
 
@@ -34,7 +34,7 @@ def test_the_tables_have_rows() -> None:
 
 @pytest.mark.parametrize("command", sorted({name.split()[1] for name in OURS if name.startswith("mvllm ")}))
 def test_a_command_exists(command: str) -> None:
-    assert command in COMMANDS or command in TOOLS or command in installable_parts()
+    assert command in {*COMMANDS, *installable_parts()}.union(*PART_COMMANDS.values())
 
 
 def test_options_exist() -> None:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 GENERATORS = (
-    *("cli_page", "python_api_page", "metrics_page", "operations_page", "null_device_page"),
+    *("cli_page", "python_api_page", "metrics_page", "null_device_page"),
     *("guide_tables", "models_page", "platforms_page"),
 )
 

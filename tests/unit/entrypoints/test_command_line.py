@@ -14,7 +14,7 @@ from mvllm import SamplingParams, installable, plugin_groups
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.entrypoints.cli import arguments
-from mvllm.entrypoints.cli.main import COMMANDS, TOOLS, _make_parser, installed_commands, load_command, main
+from mvllm.entrypoints.cli.main import COMMANDS, PART_COMMANDS, _make_parser, installed_commands, load_command, main
 from tests.unit.entrypoints.builders import ANSWER_TEXT, echo, save_model_folder, use_fake_engine
 
 
@@ -96,11 +96,6 @@ class TestHelp:
         assert "Groups of options: server, access, limits, chat," in text
         assert "`mvllm serve --help=server` prints one group" in text
         assert "Reuse the KV of equal prompt prefixes. Default: on." in text
-
-    def test_help_with_a_word_includes_subcommands(self, capsys):
-        with pytest.raises(SystemExit):
-            main(["plugin", "--help=name"])
-        assert capsys.readouterr().out.startswith("mvllm plugin new\n")
 
     def test_each_sampling_parameter_has_a_help_text(self):
         texts = arguments.attribute_help(SamplingParams)
@@ -208,7 +203,7 @@ def test_json_objects_are_read(folder, clients):
 
 @pytest.mark.parametrize(
     "command",
-    [["generate"], ["serve"], ["run-batch", "-i", "a", "-o", "b"], ["doctor"]],
+    [["generate"], ["serve"], ["doctor"]],
     ids=lambda command: command[0],
 )
 def test_every_command_accepts_the_model_as_positional_argument(command):
@@ -245,14 +240,14 @@ def test_the_engine_gets_them(folder, clients):
     assert clients[0].requests[0].sampling_params.max_tokens == 2
 
 
-@pytest.mark.parametrize("words", [[], ["generate"], ["serve"], ["run-batch"], ["plugin"], ["plugin", "new"]])
+@pytest.mark.parametrize("words", [[], ["generate"], ["serve"]])
 def test_the_usage_is_one_line(words, capsys):
     with pytest.raises(SystemExit):
         main([*words, "--help"])
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert first.startswith(f"usage: {' '.join(['mvllm', *words])} ") and first.endswith(" [OPTION ...]")
     assert not second.strip() and len(first) < 100
-    required = {"generate": "[MODEL]", "run-batch": "-i FILE -o FILE [MODEL]", "plugin new": "NAME"}
+    required = {"generate": "[MODEL]"}
     assert required.get(" ".join(words), "") in first
 
 
@@ -302,8 +297,10 @@ def test_the_package_is_a_program():
     assert done.stdout.startswith("mvllm "), done.stderr
 
 
-@pytest.mark.parametrize("command", TOOLS)
-def test_a_command_of_a_missing_package_names_it(command, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("command", "part"), [(command, part) for part, commands in PART_COMMANDS.items() for command in commands]
+)
+def test_a_command_of_a_missing_package_names_it(command, part, monkeypatch, capsys):
     list_plugins = plugin_groups.list_plugins
     monkeypatch.setattr(
         plugin_groups, "list_plugins", lambda group: [] if group is plugin_groups.COMMANDS else list_plugins(group)
@@ -311,5 +308,6 @@ def test_a_command_of_a_missing_package_names_it(command, monkeypatch, capsys):
     monkeypatch.setattr(installable, "_installed_version", lambda package: None)
     assert main([command, "x"]) == 1
     assert capsys.readouterr().err == (
-        f'error: `mvllm {command}` needs the package mvllm-tools, which is not installed: pip install "mvllm[tools]"\n'
+        f"error: `mvllm {command}` needs the package mvllm-{part}, which is not installed: "
+        f'pip install "mvllm[{part}]"\n'
     )

@@ -139,11 +139,8 @@ def test_a_missing_file_is_an_error_of_one_line(capsys):
     assert "/nowhere.yaml" in error and "No such file" in error and error.count("\n") == 1
 
 
-def test_serve_and_run_batch_support_config_files(config, capsys):
+def test_serve_supports_config_files(config, capsys):
     assert main(["serve", "some-model", "--config", config("model: in-file\nport: 70000\n")]) == 1
     assert "--port is 70000" in capsys.readouterr().err  # not an error about two models
     assert main(["serve", "--config", config("modle: demo")]) == 1
     assert "modle is not an option of `mvllm serve`. Did you mean model?" in capsys.readouterr().err
-    path = config("input_file: /nowhere/in\noutput-file: out\nmodel: demo\n")
-    assert main(["run-batch", "--config", path]) == 1
-    assert "/nowhere/in cannot be opened" in capsys.readouterr().err

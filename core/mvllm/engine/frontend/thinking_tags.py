@@ -62,9 +62,9 @@ def fit_thinking_to_prompt(
     opened = any(_ends_with(token_ids, marker) for marker in tokens.starts)
     closed = not opened and any(_ends_with(token_ids, marker) for marker in tokens.ends)
     if tokenizer is not None and not opened and not closed:
-        tail = (tokenizer.decode(token_ids[-_PROMPT_TAIL:], skip_special_tokens=False) if text is None else text)[
-            -1024:
-        ]
+        if text is None:
+            text = tokenizer.decode(token_ids[-_PROMPT_TAIL:], skip_special_tokens=False)
+        tail = text[-_PROMPT_TAIL_CHARACTERS:]
         start, end = (params.thinking_tags or DEFAULT_TAGS)[:2]
         opened, closed = (bool(tag.strip()) and tail.rstrip().endswith(tag.strip()) for tag in (start, end))
     if not opened and not closed:

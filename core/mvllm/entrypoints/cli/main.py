@@ -28,28 +28,32 @@ logger = get_logger(__name__)
 COMMANDS = {
     "generate": "generate text from prompts given on the command line",
     "serve": "answer requests over HTTP, in the OpenAI API",
-    "run-batch": "answer a file of requests in the format of OpenAI batches",
     "platforms": "list the installed platform plugins, and why each is available or not",
     "doctor": "check this installation and this machine",
-    "ops": "list the operations and their providers on a platform",
-    "plugin": "create a platform plugin from a template: `mvllm plugin new NAME`",
-    "contract": "print the platform contract, or its changes",
     "completion": "print a script for the shell that completes commands and options",
 }
 """Core's commands and their summaries. Each is a module of this package (`_` for `-`) with `add_arguments(parser)` and
 `run(args) -> exit status`."""
 
-TOOLS = {
-    "chat": "talk with a model in the terminal",
-    "run": "talk with a model, or answer one message: `mvllm run MODEL [PROMPT]`",
-    "complete": "continue text, prompt by prompt",
-    "list": "list the models in the local caches",
-    "pull": "fetch a model from the hub into its cache",
-    "rm": "remove models from the hub's cache",
-    "show": "print facts about a model",
-    "collect-env": "print facts about this machine for a bug report",
+PART_COMMANDS = {
+    "conformance": {
+        "contract": "print the platform contract, or its changes",
+        "ops": "list the operations and their providers on a platform",
+        "plugin": "create a platform plugin from a template: `mvllm plugin new NAME`",
+    },
+    "tools": {
+        "chat": "talk with a model in the terminal",
+        "run": "talk with a model, or answer one message: `mvllm run MODEL [PROMPT]`",
+        "complete": "continue text, prompt by prompt",
+        "run-batch": "answer a file of requests in the format of OpenAI batches",
+        "list": "list the models in the local caches",
+        "pull": "fetch a model from the hub into its cache",
+        "rm": "remove models from the hub's cache",
+        "show": "print facts about a model",
+        "collect-env": "print facts about this machine for a bug report",
+    },
 }
-"""Commands of the part `tools`, and their summaries. A package's own summary says too little of several commands."""
+"""Commands of parts of mvllm, by part, that have another name than the part, and their summaries."""
 
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130
@@ -135,11 +139,12 @@ def installed_commands() -> dict[str, PluginSource]:
 
 
 def command_summary(source: PluginSource) -> str:
-    """The summary of a command of another package: that of the package, from its metadata, if it is not of TOOLS."""
+    """The summary of a command of another package: from PART_COMMANDS, or else the package's, from its metadata."""
     from mvllm.installable import installable_parts
 
-    if source.name in TOOLS and source.distribution == installable_parts().get("tools"):
-        return TOOLS[source.name]
+    part = _part_of(source.name)
+    if source.name in PART_COMMANDS.get(part, {}) and source.distribution == installable_parts().get(part):
+        return PART_COMMANDS[part][source.name]
     summary = (importlib.metadata.metadata(source.distribution)["Summary"] or "").strip().removesuffix(".")
     if not summary:
         return f"a command of {source.distribution}"
@@ -162,6 +167,11 @@ def load_command(name: str) -> ModuleType:
     return cast(ModuleType, module)
 
 
+def _part_of(command: str) -> str:
+    """The name of the part of mvllm that would have a command: another one, or the command's own."""
+    return next((part for part, commands in PART_COMMANDS.items() if command in commands), command)
+
+
 def _require_part(name: str) -> None:
     """
     Raises:
@@ -169,7 +179,7 @@ def _require_part(name: str) -> None:
     """
     from mvllm.installable import missing_part, part_versions
 
-    part = "tools" if name in TOOLS else name
+    part = _part_of(name)
     if part_versions().get(part) is None and (message := missing_part(part, f"`mvllm {name}`")):
         raise ConfigError(message)
 

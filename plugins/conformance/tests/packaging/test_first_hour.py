@@ -246,7 +246,7 @@ print(json.dumps(results))
             assert status == 1 and says in errors, (arguments, errors)
         assert sorted(vendor.folder.rglob("*")) == before
 
-    @pytest.mark.exhaustive  # tests/unit/entrypoints/test_plugin_new.py writes such a package
+    @pytest.mark.exhaustive  # tests/unit/test_plugin_new.py writes such a package
     def test_a_name_with_a_hyphen_gives_a_package_that_is_found(self, tutorial, vendor):
         (vendor.folder / "elsewhere").mkdir()
         assert vendor.run("mvllm plugin new zeta-2 --dir elsewhere").returncode == 0, "an empty folder will do"

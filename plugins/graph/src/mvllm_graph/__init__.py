@@ -25,7 +25,6 @@ from mvllm.plugin_api import (
 )
 
 if TYPE_CHECKING:
-    from mvllm_graph.contract import read_contract as read_contract
     from mvllm_graph.interpreter import Interpreter
     from mvllm_graph.operations import GRAPH_OPERATIONS, GraphOperation
     from mvllm_graph.platform import GraphPlatform
@@ -37,7 +36,6 @@ _LAZY = {
     "GraphPlatform": "mvllm_graph.platform",
     "Interpreter": "mvllm_graph.interpreter",
     "ProcessCompiler": "mvllm_graph.program_process",
-    "read_contract": "mvllm_graph.contract",  # for core
 }
 
 __all__ = [

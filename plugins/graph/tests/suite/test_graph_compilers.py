@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from plugins.graph.tests.interpreter_platform import FAULT, graph_platform_path
 
-from mvllm.entrypoints.cli.plugin import write_plugin
+from mvllm_conformance.plugin_command import write_plugin
 from tests.helpers.plugins import write_metadata
 
 CLAUSES = ("GRA-01", "GRA-02", "GRA-03", "GRA-04", "GRA-05", "GRA-06", "GRA-07")

@@ -1,6 +1,6 @@
 """The part of the platform contract that this package has: its names, the operations of graphs, and GraphPlatform.
 
-As in tests/unit/platform/test_contract_surface.py, `contracts/current.json` is what the source has, and
+As in plugins/conformance/tests/unit/test_contract_surface.py, `contracts/current.json` is what the source has, and
 `contracts/released-MAJOR.MINOR.json` what a release had; contract 1.0 had no graphs.
 """
 
@@ -14,22 +14,22 @@ import re
 from pathlib import Path
 
 import pytest
-
-import mvllm.plugin_api.graph
-import mvllm_graph
-from mvllm import plugin_api
-from mvllm.entrypoints.cli.main import main
-from mvllm.platform.contract_changes import changes
-from mvllm.platform.contract_surface import GraphContractOperation, Member, as_data, read_surface
-from mvllm_graph.operations import GRAPH_OPERATIONS
-from tests.unit.platform.test_contract_pages import own_methods
-from tests.unit.platform.test_contract_surface import (
+from plugins.conformance.tests.unit.test_contract_pages import own_methods
+from plugins.conformance.tests.unit.test_contract_surface import (
     assert_matches_introspection,
     load_contract,
     newest_release,
     unrecorded_changes_message,
     wrong_version_message,
 )
+
+import mvllm.plugin_api.graph
+import mvllm_graph
+from mvllm import plugin_api
+from mvllm.entrypoints.cli.main import main
+from mvllm_conformance.contract_changes import changes
+from mvllm_conformance.contract_surface import GraphContractOperation, Member, as_data, read_surface
+from mvllm_graph.operations import GRAPH_OPERATIONS
 
 FOLDER = Path(__file__).parent / "contracts"
 CURRENT = FOLDER / "current.json"

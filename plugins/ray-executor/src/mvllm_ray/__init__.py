@@ -4,5 +4,6 @@ executor.py   RayDistributedExecutor, the entry point; imports Ray when an engin
 launch.py     starts the actors: placement, ranks, environments, queues
 cluster.py    connects to Ray, reserves resources, creates actors
 worker.py     the actor: builds the worker and runs its request loop
+fd_server.py  passes file descriptors to actors on the engine's node
 group.py      watches and terminates the actors
 """

@@ -28,9 +28,7 @@ from mvllm.extension_api import (
 )
 from mvllm.extension_api.remote_executors import (
     ActivityTable,
-    FileDescriptorServer,
     MessageReader,
-    MessageWithFds,
     MessageWriter,
     Reply,
     RpcQueues,
@@ -42,6 +40,7 @@ from mvllm.extension_api.remote_executors import (
     worker_names,
 )
 from mvllm_ray.cluster import RayJob
+from mvllm_ray.fd_server import FileDescriptorServer, MessageWithFds
 from mvllm_ray.group import RayWorkerGroup, RayWorkerHandle
 from mvllm_ray.resources import require_resource
 from mvllm_ray.worker import InitializeResult, LocalHandles, RayWorkerIdentity, RayWorkerStart, own_version

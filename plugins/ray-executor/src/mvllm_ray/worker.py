@@ -28,7 +28,6 @@ from mvllm.extension_api import (
 )
 from mvllm.extension_api.remote_executors import (
     ActivityTable,
-    FileDescriptorServerAddress,
     Handshake,
     MessageWriter,
     QueueError,
@@ -40,10 +39,10 @@ from mvllm.extension_api.remote_executors import (
     anonymous_file,
     decode_config,
     dump_stacks_to,
-    fetch_descriptors,
     label_output,
     watch_parent,
 )
+from mvllm_ray.fd_server import FileDescriptorServerAddress, fetch_descriptors
 
 
 class RayWorkerIdentity(msgspec.Struct, frozen=True):

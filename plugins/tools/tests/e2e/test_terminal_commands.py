@@ -1,8 +1,10 @@
-"""`mvllm chat` and `complete` as programs: with engines of their own, and with a server."""
+"""`mvllm chat`, `complete` and `run-batch` as programs: with engines of their own, and with a server."""
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from tests.helpers.server import SMALL as SERVER_SIZE
 from tests.helpers.server import ServerProcess
 
 PROMPT = "Once upon a time"
+PROMPTS = (PROMPT, "The capital of France is", "The old dog")
 QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
 
 
@@ -62,3 +65,65 @@ def test_the_command_line_says_what_is_in_a_picture(tmp_path: Path) -> None:
     ran = subprocess.run(command, input="What colour is the circle?\n", capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert "A red circle." in ran.stdout and "The circle is red." in ran.stdout
+
+
+def test_a_batch_file_has_the_responses_of_the_server(server, tmp_path):
+    client = server.client()
+    requests = {
+        f"{prompt}-{n}": ("/v1/completions", {"prompt": prompt, "max_tokens": n, "temperature": 0, "logprobs": 1})
+        for prompt in PROMPTS
+        for n in (1, 5, 14)
+    }
+    requests["chat"] = ("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 9, "temperature": 0})
+    requests["several"] = ("/v1/completions", {"prompt": list(PROMPTS), "max_tokens": 3, "temperature": 0})
+    requests["vectors"] = ("/v1/embeddings", {"input": list(PROMPTS), "dimensions": 4})
+    requests["bad"] = ("/v1/completions", {"prompt": "x", "top_p": 7})
+    requests["long"] = ("/v1/completions", {"prompt": "word " * 4000})
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [json.dumps({"custom_id": i, "method": "POST", "url": u, "body": b}) for i, (u, b) in requests.items()]
+    source.write_text("\n".join(lines * 3))
+    command = [sys.executable, "-m", "mvllm.entrypoints.cli.main", "run-batch", "-i", str(source), "-o", str(target)]
+    options = ["--served-model-name", "demo", "--max-concurrency", "8", "--max-num-seqs", "4", *SERVER_SIZE]
+    ran = subprocess.run(
+        [*command, "--model", "demo", *options],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert f"{3 * len(requests)} requests, 6 failed." in ran.stderr
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    assert sorted(a["custom_id"] for a in answers) == sorted([*requests] * 3)
+    expected = {name: client.post(url, json=body) for name, (url, body) in requests.items()}
+    for answer in answers:
+        response, same = answer["response"], expected[answer["custom_id"]]
+        assert response["status_code"] == same.status_code and answer["error"] is None
+        if same.status_code != 200:
+            assert response["body"] == same.json()
+            continue
+        if answer["custom_id"] == "vectors":
+            for found, wanted in zip(response["body"]["data"], same.json()["data"], strict=True):
+                assert found["embedding"] == pytest.approx(wanted["embedding"], abs=0.05)  # in bfloat16
+            assert response["body"]["usage"] == same.json()["usage"]
+            continue
+        choices, wanted = response["body"]["choices"], same.json()["choices"]
+        assert [choice.get("text") for choice in choices] == [choice.get("text") for choice in wanted]
+        assert [choice.get("message") for choice in choices] == [choice.get("message") for choice in wanted]
+        assert [choice["finish_reason"] for choice in choices] == [choice["finish_reason"] for choice in wanted]
+        assert response["body"]["usage"]["completion_tokens"] == same.json()["usage"]["completion_tokens"]
+
+
+@pytest.mark.exhaustive
+def test_a_batch_file_with_a_picture(tmp_path: Path) -> None:
+    picture = {"url": f"data:image/png;base64,{base64.b64encode(png(CIRCLE)).decode()}"}
+    content = [{"type": "image_url", "image_url": picture}, {"type": "text", "text": "What colour is the circle?"}]
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    ran = mvllm(
+        "run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "demo-vision", *SERVER_SIZE
+    )
+    assert ran.returncode == 0, ran.stderr
+    response = json.loads((tmp_path / "out.jsonl").read_text())["response"]
+    assert "red" in response["body"]["choices"][0]["message"]["content"], response

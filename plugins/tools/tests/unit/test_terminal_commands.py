@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mvllm.entrypoints.cli.main import TOOLS, command_summary, installed_commands, main
+from mvllm.entrypoints.cli.main import PART_COMMANDS, command_summary, installed_commands, main
 from tests.unit.entrypoints.builders import ANSWER_TEXT, TOKENIZER
 from tests.unit.entrypoints.test_command_line import (
     check_engine_options,
@@ -16,6 +16,8 @@ from tests.unit.entrypoints.test_command_line import (
     folder,  # noqa: F401  (a fixture)
     type_in,
 )
+
+TOOLS = PART_COMMANDS["tools"]
 
 
 def test_every_command_has_a_summary_of_its_own():

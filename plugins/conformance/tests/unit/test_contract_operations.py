@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
+import subprocess
+import sys
 
-from mvllm.entrypoints.cli.main import main
+from plugins.conformance.tests import operations_page
+
+from mvllm.entrypoints.cli.main import PART_COMMANDS, command_summary, installed_commands, main
 from mvllm.ops.all_schemas import SCHEMAS
-from mvllm.platform.contract_changes import changes
-from mvllm.platform.contract_surface import as_text, read_surface
-from tests.unit.docs import operations_page
+from mvllm_conformance.contract_changes import changes
+from mvllm_conformance.contract_surface import as_text, read_surface
+from tests.unit.entrypoints.test_command_line import check_light_help
 
 SURFACE = read_surface()
 OPERATIONS = SURFACE.operations
@@ -58,6 +63,29 @@ def test_the_commands_print_signature_shapes_and_facts(capsys):
     assert "Unknown operation 'convolution'" in capsys.readouterr().err
 
 
+def test_the_commands_import_no_torch():
+    code = (
+        "import sys\nfrom mvllm.entrypoints.cli.main import main\n"
+        "sys.exit(main(['contract']) or 'torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    check_light_help(*([command, "--help"] for command in PART_COMMANDS["conformance"]))
+
+
+def test_every_command_has_a_summary_of_its_own():
+    commands = {name: each for name, each in installed_commands().items() if each.distribution == "mvllm-conformance"}
+    del commands["conformance"]
+    assert {name: command_summary(source) for name, source in commands.items()} == PART_COMMANDS["conformance"]
+
+
+def test_the_operations_of_graphs_need_their_package(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["ops", "--graph"]) == 1
+    wanted = 'needs the package mvllm-graph, which is not installed: pip install "mvllm[graph]"'
+    assert capsys.readouterr().err == f"error: `mvllm ops --graph` {wanted}\n"
+
+
 def test_a_changed_signature_is_major_and_a_changed_fact_minor():
     new = copy.deepcopy(SURFACE)
     new.operations["linear"].facts["rows"] = "how many"
@@ -74,5 +102,5 @@ def test_a_changed_signature_is_major_and_a_changed_fact_minor():
 
 
 def test_the_page_of_operations_is_current():
-    message = "run: python -m tests.unit.docs.operations_page"
+    message = "run: python -m plugins.conformance.tests.operations_page"
     assert operations_page.PAGE.read_text(encoding="utf-8") == operations_page.page(), message

@@ -16,8 +16,8 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from mvllm.executor.process import fd_server
-from mvllm.executor.process.fd_server import (
+from mvllm_ray import fd_server
+from mvllm_ray.fd_server import (
     FileDescriptorServer,
     FileDescriptorServerAddress,
     MessageWithFds,

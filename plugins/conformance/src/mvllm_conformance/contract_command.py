@@ -6,10 +6,10 @@ import argparse
 import json
 from pathlib import Path
 
-from mvllm.errors import ConfigError
-from mvllm.installable import missing_part
-from mvllm.platform.contract_changes import changes, needed_version
-from mvllm.platform.contract_surface import Surface, as_data, as_text, from_data, read_surface
+from mvllm.extension_api import ConfigError
+from mvllm.extension_api.cli import missing_part
+from mvllm_conformance.contract_changes import changes, needed_version
+from mvllm_conformance.contract_surface import Surface, as_data, as_text, from_data, read_surface
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

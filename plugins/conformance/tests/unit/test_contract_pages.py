@@ -14,12 +14,12 @@ from mvllm import plugin_api
 from mvllm.config.engine_config import EngineConfig
 from mvllm.platform import attention, communicator, graphs, interface, runtime, worker_protocol
 from mvllm.platform.capabilities import Capabilities
-from mvllm.platform.contract_surface import read_surface
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase
 from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP, ConfigChange
+from mvllm_conformance.contract_surface import read_surface
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 CONTRACT_PAGE = re.sub(  # with list items on one line each
     r"\n  (?=\S)", " ", (DOCS / "reference" / "contract.md").read_text(encoding="utf-8")
 )

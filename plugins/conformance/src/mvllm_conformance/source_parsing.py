@@ -1,4 +1,4 @@
-"""Parses core's modules into syntax trees, so that the contract is read without importing it."""
+"""Parses modules into syntax trees, so that the contract is read without importing it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ def parse_module(module: str) -> ast.Module:
     found = importlib.util.find_spec(module)
     assert found is not None and found.origin is not None, module
     return ast.parse(Path(found.origin).read_text("utf-8"))
+
+
+def parse_signature(signature: str) -> tuple[list[str], str]:
+    """The parameters and the result's type of `(x: Tensor, n: int = 0) -> Tensor`; the type may be left out."""
+    [function] = ast.parse(f"def f{signature}: ...").body
+    assert isinstance(function, ast.FunctionDef), signature
+    return function_parameters(function.args), "" if function.returns is None else ast.unparse(function.returns)
 
 
 def function_parameters(arguments: ast.arguments) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 import tomllib
@@ -12,20 +13,30 @@ import psutil
 import pytest
 import yaml
 
-import mvllm
-from mvllm.entrypoints.cli import plugin
+import mvllm_conformance
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ConfigError
 from mvllm.plugin_api import CONTRACT, WorkerContext
+from mvllm_conformance import plugin_command
+from mvllm_conformance.clauses import FAMILIES
 from tests.helpers.plugins import ROOT
 
-TEMPLATE = Path(mvllm.__file__).parent / "entrypoints" / "plugin_template"
+TEMPLATE = Path(mvllm_conformance.__file__).parent / "plugin_template"
 
 
 def test_every_template_file_is_used():
-    sources = {name for files in (plugin.FILES, plugin.GRAPH_FILES) for name in files.values() if name}
-    sources.add(plugin.SHARED_WORKFLOW)
+    sources = {name for files in (plugin_command.FILES, plugin_command.GRAPH_FILES) for name in files.values() if name}
+    sources.add(plugin_command.SHARED_WORKFLOW)
     assert sources == {path.name for path in TEMPLATE.iterdir()}
+
+
+def test_the_help_of_the_command_is_that_of_its_subcommand(capsys):
+    with pytest.raises(SystemExit):
+        main(["plugin", "--help=name"])
+    assert capsys.readouterr().out.startswith("mvllm plugin new\n")
+    with pytest.raises(SystemExit):
+        main(["plugin", "new", "--help"])
+    assert capsys.readouterr().out.startswith("usage: mvllm plugin new NAME [OPTION ...]\n")
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -33,7 +44,7 @@ def test_every_template_file_is_used():
     ("name", "package", "cls"), [("acme", "mvllm_acme", "Acme"), ("x-2-go", "mvllm_x_2_go", "X2Go")]
 )
 def test_all_placeholders_are_replaced_and_files_are_valid(tmp_path, name, package, cls, graph):
-    for path in plugin.write_plugin(name, tmp_path / "new", graph=graph):
+    for path in plugin_command.write_plugin(name, tmp_path / "new", graph=graph):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"@\w+@", text) and "@" not in path.name
         if path.suffix == ".py":
@@ -70,7 +81,7 @@ def workflow_of(folder):
 
 
 def test_the_default_workflow_is_self_contained(tmp_path):
-    plugin.write_plugin("acme", tmp_path)
+    plugin_command.write_plugin("acme", tmp_path)
     job = workflow_of(tmp_path)
     assert "uses" not in job, "a workflow elsewhere is called only where its place was given"
     used = [step["uses"] for step in job["steps"] if "uses" in step]
@@ -84,6 +95,15 @@ def test_the_default_workflow_is_self_contained(tmp_path):
     assert "format('--only {0}', matrix.part.only)" in found
 
 
+def test_the_parts_of_the_workflow_have_every_family_once_and_each_week_all_in_one_run(tmp_path):
+    plugin_command.write_plugin("acme", tmp_path)
+    parts = workflow_of(tmp_path)["strategy"]["matrix"]["part"]
+    weekly, each_change = re.findall(r"'(\[.*?\])'", parts, flags=re.DOTALL)
+    assert [part["only"] for part in json.loads(weekly)] == [""]
+    families = [name for part in json.loads(each_change) for name in part["only"].split(",")]
+    assert sorted(families) == sorted(FAMILIES)
+
+
 def test_a_shared_workflow_is_called_with_its_inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["plugin", "new", "acme", "--workflow", "acme-inc/mvllm@v0.1"]) == 0
@@ -92,6 +112,7 @@ def test_a_shared_workflow_is_called_with_its_inputs(tmp_path, monkeypatch):
     called = yaml.safe_load((ROOT / ".github" / "workflows" / "conformance.yml").read_text())
     offered = called[True]["workflow_call"]["inputs"]  # YAML parses the key `on` as True
     assert job["with"]["platform"] == "acme" and set(job["with"]) <= set(offered)
+    assert {name for name, facts in offered.items() if facts.get("required")} <= set(job["with"])
 
 
 @pytest.mark.parametrize("workflow", ["", "mvllm", "a/b", "a/b@", "@main", "a b/c@main", "/b@main", "a/b/c@main"])
@@ -105,7 +126,7 @@ def test_an_incomplete_workflow_reference_is_rejected(tmp_path, monkeypatch, cap
 def test_a_non_empty_folder_is_not_changed(tmp_path):
     (tmp_path / "precious").write_text("x")
     with pytest.raises(ConfigError, match="not an empty folder"):
-        plugin.write_plugin("acme", tmp_path)
+        plugin_command.write_plugin("acme", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
@@ -114,12 +135,12 @@ def test_a_non_empty_folder_is_not_changed(tmp_path):
 )
 def test_invalid_names_are_rejected(name):
     with pytest.raises(ConfigError):
-        plugin.check_name(name)
+        plugin_command.check_name(name)
 
 
 @pytest.mark.parametrize("name", ["acme", "a", "a1-b2", "x" * 40])
 def test_valid_names_are_accepted(name):
-    plugin.check_name(name)
+    plugin_command.check_name(name)
 
 
 def test_the_template_imports_only_the_public_plugin_api():
@@ -137,7 +158,7 @@ def test_the_page_about_conformance_shows_the_files_of_the_template():
 
 
 def test_the_null_device_has_the_bounds_of_the_template(tmp_path):
-    plugin.write_plugin("acme", tmp_path)
+    plugin_command.write_plugin("acme", tmp_path)
     ours, new = (
         tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))
         for folder in (ROOT / "plugins" / "null-device", tmp_path)
@@ -148,7 +169,7 @@ def test_the_null_device_has_the_bounds_of_the_template(tmp_path):
 
 
 def test_the_runtime_counts_the_page_cache_as_free_memory(tmp_path, monkeypatch):
-    plugin.write_plugin("acme", tmp_path)
+    plugin_command.write_plugin("acme", tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "src")
     monkeypatch.delitem(sys.modules, "mvllm_acme", raising=False)
     from mvllm_acme.runtime import AcmeRuntime

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import sys
 from pathlib import Path
 from typing import IO, Any, get_args
 
-from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
-from mvllm.entrypoints.cli.chat_arguments import (
+from mvllm.extension_api import ConfigError
+from mvllm.extension_api.cli import (
+    UnknownFieldsPolicy,
     add_chat_template_argument,
+    add_engine_arguments,
     add_parser_arguments,
+    engine_args,
     load_chat_template,
+    show_progress,
 )
-from mvllm.entrypoints.openai.server.settings import UnknownFieldsPolicy
-from mvllm.errors import ConfigError
 
 STANDARD_STREAM = "-"
 
@@ -60,8 +61,6 @@ def run(args: argparse.Namespace) -> int:
     """Processes every line; returns 1 if all requests failed, else 0."""
     import asyncio
 
-    if importlib.util.find_spec("starlette") is None:
-        raise ConfigError("`mvllm run-batch` needs starlette, which is not installed. Run: pip install starlette")
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency is {args.max_concurrency}; it must be at least 1.")
     template = load_chat_template(args.chat_template)
@@ -79,13 +78,9 @@ def run(args: argparse.Namespace) -> int:
 async def _process_batch(args: argparse.Namespace, template: str | None, source: IO[bytes], target: IO[bytes]) -> Any:
     import asyncio
 
-    from mvllm.engine.async_llm import AsyncLLM
-    from mvllm.entrypoints.openai.batch_runner import BatchRunner
-    from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
-    from mvllm.entrypoints.openai.common.serving_context import ServingContext
-    from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-    from mvllm.entrypoints.openai.common.unknown_fields import UnknownFields
-    from mvllm.progress import show_progress
+    from mvllm.extension_api.engine import AsyncLLM
+    from mvllm.extension_api.http import ChatTemplateRenderer, OpenAIServingModels, ServingContext, UnknownFields
+    from mvllm_tools.batch_runner import BatchRunner
 
     settings = engine_args(args)
     engine = await asyncio.to_thread(AsyncLLM.from_engine_args, settings)

@@ -4,25 +4,26 @@ The source is parsed, not imported, so the result needs no torch, is the same un
 types and defaults as written. Marks (`mvllm.contract`) say what is optional, and in which phase core calls it. Function
 bodies, docstrings and private members are not part of the contract.
 
-The package that `mvllm.plugin_api.graph` stands for has a part of its own, which is read if it is installed.
+The package mvllm-graph, as `mvllm.plugin_api.graph`, has a part of its own, which is read if it is installed.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from mvllm import contract, plugin_groups
-from mvllm.platform.contract_operations import Operation, operation_lines, read_operations
-from mvllm.platform.source_parsing import function_parameters, parse_module
-from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP
+from mvllm.extension_api import contract
+from mvllm.extension_api.contract import ENTRY_POINT_GROUP
+from mvllm.plugin_api import CONTRACT
+from mvllm_conformance.contract_operations import Operation, operation_lines, read_operations
+from mvllm_conformance.source_parsing import function_parameters, parse_module, parse_signature
 
 PLUGIN_API = "mvllm.plugin_api"
-_GRAPH_API = "plugin_api.graph"
-"""Entry point of the group `mvllm.aliases`."""
+GRAPH_API = "mvllm_graph"
+"""The package that `mvllm.plugin_api.graph` stands for."""
 
 HOOKS = "mvllm.platform.hookspecs"
 
@@ -77,7 +78,6 @@ class Name:
 
 TRACED = "traced"
 REFUSED = "refused"
-UNUSED = "unused"
 
 
 @dataclass
@@ -86,8 +86,8 @@ class GraphContractOperation:
 
     Attributes:
         group: As GraphOperation.group.
-        if_left_out: What tracing does with an operation that a compiler does not name: `traced` as array operations of
-            its definition; `refused`, with every model whose graphs have it; `unused`, since it occurs only if it is
+        if_left_out: What tracing does with an operation that a compiler does not name: TRACED as array operations of
+            its definition; REFUSED, with every model whose graphs have it; or `unused`, since it occurs only if it is
             named.
         parameters: As written; empty for operations of models, which the contract lists with their parameters.
         type: Type of the result, as written; empty where `parameters` is.
@@ -145,10 +145,15 @@ def read_surface(*, with_graphs: bool = True) -> Surface:
     operations = read_operations()
     graph_operations: dict[str, GraphContractOperation] = {}
     graph_capabilities: dict[str, str] = {}
-    if with_graphs and (source := plugin_groups.find(plugin_groups.ALIASES, _GRAPH_API)) is not None:
-        names = dict(sorted({**_names_of(source.entry_point), **names}.items()))
-        package = importlib.import_module(source.entry_point)
-        graph_operations, graph_capabilities = package.read_contract(operations)
+    if with_graphs and importlib.util.find_spec(GRAPH_API) is not None:
+        from mvllm_graph.contract import read_graph_capabilities, read_graph_operations
+
+        names = dict(sorted({**_names_of(GRAPH_API), **names}.items()))
+        replacing = {name for name, operation in operations.items() if operation.replaces_others}
+        for name, facts in read_graph_operations(set(operations), replacing).items():
+            signature = parse_signature(facts.signature)
+            graph_operations[name] = GraphContractOperation(facts.group, facts.if_left_out, *signature)
+        graph_capabilities = read_graph_capabilities()
     return Surface(CONTRACT, ENTRY_POINT_GROUP, hooks, names, operations, graph_operations, graph_capabilities)
 
 

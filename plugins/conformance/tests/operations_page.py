@@ -1,6 +1,6 @@
 """docs/reference/operations.md: signature, shapes and facts of each operation.
 
-python -m tests.unit.docs.operations_page    writes the page from the source of the operations
+python -m plugins.conformance.tests.operations_page    writes the page from the source of the operations
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from mvllm.platform.contract_operations import RETURNS, Operation, read_operations
+from mvllm_conformance.contract_operations import RETURNS, Operation, read_operations
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "operations.md"
 HEAD = """\
@@ -23,7 +23,7 @@ model load. The caller does not read a parameter that *may be overwritten* after
 *updated* is written in place, as a part of the result. `T` and `R` are the numbers of tokens and
 requests of the step; the compute dtype is `OpCase.dtype`.
 
-Made from the source: `python -m tests.unit.docs.operations_page`.
+Made from the source: `python -m plugins.conformance.tests.operations_page`.
 """
 
 

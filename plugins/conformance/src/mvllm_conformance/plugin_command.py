@@ -1,7 +1,6 @@
 """`mvllm plugin new`: creates a working platform plugin from a template.
 
-The template is the folder `mvllm/entrypoints/plugin_template`, which is part of the wheel. Its files contain `@words@`
-that are replaced with the plugin's names.
+The template is the folder `plugin_template`. Its files contain `@words@` that are replaced with the plugin's names.
 """
 
 from __future__ import annotations
@@ -11,11 +10,14 @@ import importlib.resources
 import re
 from pathlib import Path
 
-from mvllm.errors import ConfigError
-from mvllm.installable import installable_executors, installable_platforms
-from mvllm.platform.discovery import find_sources
-from mvllm.platform.spec import CONTRACT
-from mvllm.version import __version__
+from mvllm.extension_api import ConfigError
+from mvllm.extension_api.installation import (
+    CONTRACT,
+    __version__,
+    find_sources,
+    installable_executors,
+    installable_platforms,
+)
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 LONGEST_NAME = 40
@@ -137,7 +139,7 @@ def write_plugin(name: str, folder: Path, workflow: str | None = None, *, graph:
     if workflow is not None:
         files[WORKFLOW_FILE] = SHARED_WORKFLOW
         words["@workflow_repository@"], _, words["@workflow_ref@"] = workflow.partition("@")
-    template = importlib.resources.files("mvllm.entrypoints") / "plugin_template"
+    template = importlib.resources.files("mvllm_conformance") / "plugin_template"
     written = []
     for target, source in files.items():
         text = (template / source).read_text(encoding="utf-8") if source else ""

@@ -9,14 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("starlette")
-
 from mvllm.entrypoints.cli.main import main
-from mvllm.entrypoints.openai import batch_runner
-from mvllm.entrypoints.openai.batch_runner import BatchRunner
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.errors import EngineDeadError, QueueFullError
+from mvllm_tools import batch_runner
+from mvllm_tools.batch_runner import BatchRunner
+from tests.unit.entrypoints.test_command_line import check_positional_model
 
 
 def line(custom_id="1", url="/v1/completions", **more):
@@ -197,3 +196,16 @@ def test_invalid_arguments_are_rejected_before_the_model_is_loaded(arguments, ex
     assert main(["run-batch", *argv, "--model", "demo"]) == 1
     assert expected in capsys.readouterr().err
     assert (tmp_path / "in").read_bytes() == line()
+
+
+def test_its_options_may_be_in_a_config_file(tmp_path, capsys):
+    (tmp_path / "batch.yaml").write_text("input_file: /nowhere/in\noutput-file: out\nmodel: demo\n")
+    assert main(["run-batch", "--config", str(tmp_path / "batch.yaml")]) == 1
+    assert "/nowhere/in cannot be opened" in capsys.readouterr().err
+
+
+def test_the_model_may_be_the_positional_argument(capsys):
+    check_positional_model(["run-batch", "-i", "a", "-o", "b"])
+    with pytest.raises(SystemExit):
+        main(["run-batch", "--help"])
+    assert capsys.readouterr().out.startswith("usage: mvllm run-batch -i FILE -o FILE [MODEL] [OPTION ...]\n")

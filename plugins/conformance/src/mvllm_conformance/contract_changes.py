@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from mvllm.platform.contract_operations import Operation
-from mvllm.platform.contract_surface import REFUSED, TRACED, GraphContractOperation, Member, Name, Surface
+from mvllm_conformance.contract_operations import Operation
+from mvllm_conformance.contract_surface import REFUSED, TRACED, GraphContractOperation, Member, Name, Surface
 
 MINOR = "minor"
 MAJOR = "major"

@@ -17,6 +17,7 @@ import select
 import shutil
 import socket
 import struct
+import sys
 import tempfile
 import threading
 import time
@@ -27,9 +28,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from mvllm.executor.message_queue.ipc_sockets import HAS_ABSTRACT_SOCKETS
-from mvllm.executor.process.message_frames import LENGTH, encode_frame, read_frame
-from mvllm.logging import get_logger
+from mvllm.extension_api import get_logger
+from mvllm.extension_api.remote_executors import LENGTH, encode_frame, read_frame
 
 logger = get_logger(__name__)
 
@@ -85,7 +85,7 @@ class FileDescriptorServer:
         self._messages = dict(messages)
         self._connections: dict[int, Connection] = {}
         self._folder: str | None = None
-        if HAS_ABSTRACT_SOCKETS:
+        if sys.platform == "linux":  # abstract names leave nothing behind
             path = f"@mvllm-{secrets.token_hex(16)}"
         else:
             self._folder = tempfile.mkdtemp(prefix="mvllm-")  # accessible to this user only

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mvllm.platform.source_parsing import function_parameters, parse_module
+from mvllm_conformance.source_parsing import function_parameters, parse_module
 
 CATALOGUE = "mvllm.ops.all_schemas"
 RETURNS = "returns"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 
-from mvllm.entrypoints.cli.number_arguments import positive_int
+from mvllm.extension_api import ConfigError
+from mvllm.extension_api.cli import missing_part, positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +41,9 @@ def run(args: argparse.Namespace) -> int:
     """Prints each operation with its parameters, shapes, dtypes and facts, then a table of the providers."""
     if args.graph:
         return _list_graph_operations(args)
-    from mvllm.errors import ConfigError
-    from mvllm.ops.provider_plugins import installed_providers
-    from mvllm.ops.registry import OpTable
-    from mvllm.platform.choose import choose_platform
-    from mvllm.platform.contract_operations import operation_lines, read_operations
-    from mvllm.platform.phases import Phase, enter_phase
+    from mvllm.extension_api.testing import OpTable, choose_platform, enter_phase, installed_providers
+    from mvllm.plugin_api import Phase
+    from mvllm_conformance.contract_operations import operation_lines, read_operations
 
     if args.model or args.max_model_len:
         raise ConfigError("--model lists the operations of a model's graphs: give --graph and --platform as well.")
@@ -68,18 +67,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list_graph_operations(args: argparse.Namespace) -> int:
-    """Calls the command `graph`, which has the same arguments.
+    """Runs the command `graph`, which has the same arguments.
 
     Raises:
         ConfigError: Its package is not installed.
     """
-    from mvllm import plugin_groups
-    from mvllm.errors import ConfigError
-    from mvllm.installable import missing_part
-
-    source = plugin_groups.find(plugin_groups.COMMANDS, "graph")
-    if source is None:
+    if importlib.util.find_spec("mvllm_graph") is None:
         what = "`mvllm ops --graph`"
         raise ConfigError(missing_part("graph", what) or f"{what} needs the package mvllm-graph.")
-    status: int = plugin_groups.load(plugin_groups.COMMANDS, source).run(args)
-    return status
+    from mvllm_graph.cli import run as list_graph_operations
+
+    return list_graph_operations(args)

@@ -18,22 +18,24 @@ from typing import IO, Any
 
 import msgspec
 
-from mvllm.entrypoints.openai.chat_completions import ChatCompletionHandler
-from mvllm.entrypoints.openai.common.errors import APIError, error_body, to_api_error
-from mvllm.entrypoints.openai.common.handler import RequestHandler
-from mvllm.entrypoints.openai.common.request_body import BodyDecoder
-from mvllm.entrypoints.openai.common.serving_context import ServingContext
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.openai.common.unknown_fields import UnknownFields
-from mvllm.entrypoints.openai.completions import CompletionHandler
-from mvllm.entrypoints.openai.pooling.embeddings import embedding_handler
-from mvllm.entrypoints.openai.protocol import (
+from mvllm.extension_api import APIError, RequestError
+from mvllm.extension_api.http import (
+    BodyDecoder,
+    ChatCompletionHandler,
     ChatCompletionRequest,
+    CompletionHandler,
     CompletionRequest,
     EmbeddingRequest,
+    OpenAIServingModels,
+    QueueFullError,
+    RequestHandler,
+    ServingContext,
+    UnknownFields,
+    embedding_handler,
+    error_body,
+    reject_unsupported_fields,
+    to_api_error,
 )
-from mvllm.entrypoints.openai.unsupported_fields import reject_unsupported_fields
-from mvllm.errors import QueueFullError, RequestError
 
 MAX_LINE_BYTES = 64 << 20
 _RETRY_SECONDS = 0.05  # until the next attempt if the engine's queue is full
