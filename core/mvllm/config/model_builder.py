@@ -23,6 +23,7 @@ from mvllm.config.generation_config import (
 )
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
+from mvllm.config.model_implementations import names_implementation, read_composite_config
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.config.pooler_config import check_pooler_config
@@ -31,7 +32,6 @@ from mvllm.config.retrieval import with_inner_config
 from mvllm.config.sentence_transformers_config import max_seq_length
 from mvllm.config.text_part import is_tied_by_text, text_part_values
 from mvllm.config.token_spaces import ReadSpaces, token_spaces_of
-from mvllm.config.transformers_families import read_composite_config, takes_items_through_transformers
 from mvllm.errors import ConfigError, ModelError
 from mvllm.logging import get_logger
 
@@ -163,18 +163,16 @@ class _Parts:
 def _read_parts(folder: Path, overrides: Mapping[str, Any] | None, model_impl: str) -> _Parts:
     hf_config = load_hf_config(folder, overrides)
     architecture = architecture_of(hf_config)
-    multimodal, composite = None, None
-    if takes_items_through_transformers(architecture, model_impl):
-        composite = read_composite_config(HFConfig.load(folder, overrides))
+    composite = read_composite_config(architecture, model_impl, folder, overrides)
     if composite is not None:
         hf_config = load_hf_config(folder, overrides, composite.text_values)
         width = hf_config.positive_int(_key(hf_config, _HIDDEN_SIZE), at_most=_LARGEST_SIZE)
         multimodal = MultiModalModel(composite.placeholders, width, by_transformers=True)
     else:
         multimodal = multimodal_model(architecture, hf_config)
-        if multimodal is not None and model_impl == "transformers":
+        if multimodal is not None and names_implementation(model_impl):
             multimodal = replace(multimodal, by_transformers=True)
-    language = "" if model_impl == "transformers" else find_model_type(hf_config).architecture or ""
+    language = "" if names_implementation(model_impl) else find_model_type(hf_config).architecture or ""
     found = find_architecture(architecture)
     if multimodal is None and language and found is not None and found.may_be_text:
         architecture = language

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mvllm.errors import RequestError
-from mvllm.multimodal.contents import ItemContent
-from mvllm.multimodal.item_families.interface import Features, ItemFamily
+from mvllm.extension_api import RequestError
+from mvllm.extension_api.multimodal_models import Features, ItemContent, ItemFamily
 
 
 class ItemsOfTransformers(ItemFamily):
