@@ -125,7 +125,7 @@ def unsupported_reason(architecture: str, name: str) -> str | None:
     """
     found = find_implementation(name)
     if found is None:
-        return _missing(architecture, name)
+        return f"{_missing(architecture, name)}."
     return found.unsupported_reason(architecture)
 
 
@@ -160,5 +160,5 @@ def read_composite_config(
 def _missing(architecture: str, name: str) -> str:
     what = f"Running {architecture!r} through {name}"
     if name != FALLBACK:
-        return f"{what} needs a package with this model implementation, and no installed package has it."
+        return f"{what} needs a package with this model implementation, which is not installed"
     return missing_part(_PART, what) or f"{what} needs the package mvllm-{_PART}, which is missing."

@@ -41,8 +41,11 @@ def check_architecture(config: ModelConfig) -> None:
             f" The folder brings its own model code (auto_map), which is not run: {permission} trust_remote_code, only "
             "architectures that are supported natively, or by transformers itself, can be run."
         )
+    verdict = "is not supported"
+    if model_implementations.names_implementation(config.model_impl):
+        verdict += f" with model_impl={config.model_impl!r}"
     raise ModelError(
-        f"{config.hf_config.source}: the architecture {config.architecture!r} is not supported.{code} {reason} "
+        f"{config.hf_config.source}: the architecture {config.architecture!r} {verdict}.{code} {reason} "
         f"Supported natively: {', '.join(supported_architectures())}."
     )
 
