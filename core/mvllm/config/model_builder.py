@@ -163,6 +163,7 @@ class _Parts:
 def _read_parts(folder: Path, overrides: Mapping[str, Any] | None, model_impl: str) -> _Parts:
     hf_config = load_hf_config(folder, overrides)
     architecture = architecture_of(hf_config)
+    multimodal: MultiModalModel | None
     composite = read_composite_config(architecture, model_impl, folder, overrides)
     if composite is not None:
         hf_config = load_hf_config(folder, overrides, composite.text_values)

@@ -12,6 +12,7 @@ from mvllm.models.item_encoder import ItemEncoder as ItemEncoder
 from mvllm.models.multimodal_model import MultiModalCausalLM as MultiModalCausalLM
 from mvllm.models.multimodal_model import encoder_context as encoder_context
 from mvllm.multimodal.contents import ItemContent as ItemContent
+from mvllm.multimodal.item_families.interface import Features as ItemFeatures
 from mvllm.multimodal.item_families.interface import ItemFamily as ItemFamily
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "ItemContent",
     "ItemEncoder",
     "ItemFamily",
+    "ItemFeatures",
     "MultiModalCausalLM",
     "encoder_context",
     "replace_ids",
