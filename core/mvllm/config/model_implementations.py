@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,20 +142,37 @@ def read_composite_config(
         folder: The model folder.
         overrides: Keys of config.json to replace.
 
+    Returns:
+        None if a record reads it, if it takes text alone, or if the package that runs it is not installed.
+
     Raises:
-        ModelError: The package that runs it is not installed, or config.json cannot be read.
+        ModelError: config.json cannot be read.
         ConfigError: As `find_implementation`.
     """
     name = implementation_name(model_impl)
     record = find_architecture(architecture)
     if name is None or (record is not None and (not names_implementation(model_impl) or record.read_items is not None)):
         return None
-    found, whole = find_implementation(name), HFConfig.load(folder, overrides)
-    if found is not None:
-        return found.read_composite_config(whole)
-    if isinstance(whole.get("text_config"), dict) and not runs_natively(architecture, model_impl):
-        raise ModelError(f"{whole.source}: {_missing(architecture, name)}")
-    return None
+    found = find_implementation(name)
+    return None if found is None else found.read_composite_config(HFConfig.load(folder, overrides))
+
+
+@contextmanager
+def naming_missing_implementation(architecture: str, model_impl: str) -> Iterator[None]:
+    """Adds to a ModelError about config.json that the package that runs the architecture is not installed.
+
+    Such an error is about a value that the package might have known, see `ModelImplementation.read_composite_config`.
+
+    Args:
+        architecture, model_impl: As in ModelConfig.
+    """
+    try:
+        yield
+    except ModelError as e:
+        name = implementation_name(model_impl)
+        if name is None or runs_natively(architecture, model_impl) or find_implementation(name) is not None:
+            raise
+        raise ModelError(f"{e} {_missing(architecture, name)}") from e
 
 
 def _missing(architecture: str, name: str) -> str:

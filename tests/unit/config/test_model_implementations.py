@@ -188,11 +188,17 @@ class TestWithoutThePackage:
         wanted = f"not supported with model_impl='transformers'. Running 'LlamaForCausalLM' {MISSING}."
         assert wanted in str(refused.value)
 
-    def test_encoders_that_no_record_reads_need_it_before_values_are_missing(self, tmp_path: Path) -> None:
+    def test_a_config_with_values_that_it_would_know_says_so(self, tmp_path: Path) -> None:
         folder = write_config(tmp_path / "m", "AcmeForConditionalGeneration", text_config=TEXT)
         with pytest.raises(ModelError) as refused:
             build(folder)
-        assert str(refused.value) == f"{folder / 'config.json'}: Running 'AcmeForConditionalGeneration' {MISSING}"
+        text = str(refused.value)
+        assert "'hidden_size'" in text and text.endswith(f" Running 'AcmeForConditionalGeneration' {MISSING}")
+        for model_impl in ("native", "auto"):  # no package would help
+            architecture = "AcmeForConditionalGeneration" if model_impl == "native" else "LlamaForCausalLM"
+            with pytest.raises(ModelError, match="'hidden_size'") as refused:
+                build(write_config(tmp_path / "m", architecture, **TEXT), model_impl)
+            assert "package" not in str(refused.value)
 
     def test_an_unknown_name_is_refused(self) -> None:
         with pytest.raises(ModelError, match=r"Running 'AcmeForCausalLM' through acme needs a package"):
