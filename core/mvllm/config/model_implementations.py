@@ -170,9 +170,16 @@ def naming_missing_implementation(architecture: str, model_impl: str) -> Iterato
         yield
     except ModelError as e:
         name = implementation_name(model_impl)
-        if name is None or runs_natively(architecture, model_impl) or find_implementation(name) is not None:
+        if name is None or not _needs_missing_package(architecture, model_impl, name):
             raise
         raise ModelError(f"{e} {_missing(architecture, name)}") from e
+
+
+def _needs_missing_package(architecture: str, model_impl: str, name: str) -> bool:
+    try:
+        return not runs_natively(architecture, model_impl) and find_implementation(name) is None
+    except ConfigError:  # of a package that is installed: who builds the model reports it
+        return False
 
 
 def _missing(architecture: str, name: str) -> str:
