@@ -72,6 +72,7 @@ PARTS = tuple(
         "responses",
         "router",
         "tools",
+        "transformers-backend",
     )
 )
 """Parts of mvllm that are distributions of their own."""

@@ -35,6 +35,7 @@ PLATFORM = ROOT / "platforms" / "tpu"
 GGUF = ROOT / "plugins" / "gguf"
 PARSERS = ROOT / "plugins" / "parsers"
 COMMANDS = ROOT / "plugins" / "tools"
+TRANSFORMERS = ROOT / "plugins" / "transformers-backend"
 SUITE = ROOT / "plugins" / "conformance"
 WAIVERS = PLATFORM / "waivers.toml"
 REPORTS = ROOT / "build" / "lanes" / "tpu" / "reports"
@@ -173,9 +174,14 @@ def install(steps: Steps) -> None:
 
 def install_ours(steps: Steps) -> None:
     """Installs the packages of this repository as editable."""
-    packages = [argument for folder in (ROOT, GGUF, PARSERS, COMMANDS, SUITE, PLATFORM) for argument in ("-e", folder)]
+    packages = [
+        argument
+        for folder in (ROOT, GGUF, PARSERS, COMMANDS, TRANSFORMERS, SUITE, PLATFORM)
+        for argument in ("-e", folder)
+    ]
     steps.run(
-        "mvllm, its conformance suite, -gguf, -parsers, -tools and -tpu", [*PIP, "--no-build-isolation", *packages]
+        "mvllm, its conformance suite, -gguf, -parsers, -tools, -transformers-backend and -tpu",
+        [*PIP, "--no-build-isolation", *packages],
     )
 
 

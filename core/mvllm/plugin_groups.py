@@ -68,6 +68,7 @@ class PluginGroup:
 
 MODELS = PluginGroup("mvllm.models", "model")
 MODEL_TYPES = PluginGroup("mvllm.model_types", "model type")
+MODEL_IMPLS = PluginGroup("mvllm.model_impls", "model implementation")
 EXECUTORS = PluginGroup("mvllm.executors", "executor")
 OP_PROVIDERS = PluginGroup("mvllm.op_providers", "set of op providers")
 STAT_LOGGERS = PluginGroup("mvllm.stat_loggers", "stat logger")
@@ -93,6 +94,7 @@ ENGINE_METHODS = PluginGroup("mvllm.engine_methods", "method of LLM and AsyncLLM
 ALL = (
     MODELS,
     MODEL_TYPES,
+    MODEL_IMPLS,
     CHECKPOINT_FORMATS,
     QUANTIZATION,
     EXECUTORS,

@@ -205,15 +205,6 @@ def test_every_form_of_weights_is_that_of_a_new_engine(name: str, settings: dict
         assert result_of(llm) == before
 
 
-@pytest.mark.exhaustive
-def test_models_through_transformers_are_updated_as_well(tmp_path: Path) -> None:
-    pair = Pair("llama-gqa", tmp_path)
-    settings = {"model_impl": "transformers"}
-    with engine(pair.old, **settings) as llm:
-        llm.update_weights(path=pair.new)
-        assert result_of(llm) == expected(pair.new, tuple(settings.items()))
-
-
 def test_weights_in_files_that_other_engines_map_are_replaced(
     llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,15 @@ class AudioOracle(MultiModalOracle):
         return {**self.processor.tokenizer([text], return_tensors="pt"), **features}
 
 
-@functools.cache
-def audio_oracle(name: str) -> AudioOracle:
+def audio_oracle(name: str, zoo: Callable[[], Mapping[str, MultiModalEntry]] = zoo) -> AudioOracle:
     """The oracle of an entry; cached for the life of the process."""
+    return _make_oracle(name, zoo)
+
+
+@functools.cache
+def _make_oracle(name: str, zoo: Callable[[], Mapping[str, MultiModalEntry]]) -> AudioOracle:
     entry = zoo()[name]
-    folder = make_checkpoint(name, Path(tempfile.mkdtemp(prefix="mvllm-audio-")) / name)
+    folder = make_checkpoint(entry, Path(tempfile.mkdtemp(prefix="mvllm-audio-")) / name)
     requests: Sequence[Any] = draw_audio_requests(entry)
     return AudioOracle(name, entry, folder, list(requests))
 
@@ -110,4 +114,4 @@ class AudioSuite(MultiModalSuite):
 
     @pytest.fixture
     def expected(self, checkpoint: str) -> MultiModalOracle:
-        return audio_oracle(checkpoint)
+        return audio_oracle(checkpoint, self.zoo)

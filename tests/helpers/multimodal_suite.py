@@ -14,7 +14,7 @@ import functools
 import random
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,24 +200,24 @@ class MultiModalOracle:
         self._tokens[index] = list(tokens)
 
 
-@functools.cache
-def oracle(name: str) -> MultiModalOracle:
+def oracle(name: str, zoo: Callable[[], Mapping[str, MultiModalEntry]] = zoo) -> MultiModalOracle:
     """The oracle of an entry, with the requests of `draw_requests`; cached for the life of the process."""
+    return _make_oracle(name, zoo)
+
+
+@functools.cache
+def _make_oracle(name: str, zoo: Callable[[], Mapping[str, MultiModalEntry]]) -> MultiModalOracle:
     entry = zoo()[name]
-    folder = make_checkpoint(name, Path(tempfile.mkdtemp(prefix="mvllm-multimodal-")) / name)
+    folder = make_checkpoint(entry, Path(tempfile.mkdtemp(prefix="mvllm-multimodal-")) / name)
     return MultiModalOracle(name, entry, folder, draw_requests(entry))
 
 
-def names_of(*families: str, gate: bool | None = None, model_impl: str = "auto") -> list[str]:
-    """Entries of some families: the name up to the first dash. With `gate` only those with that value of `gate`.
-
-    Args:
-        model_impl: That of the entries.
-    """
+def names_of(
+    *families: str, gate: bool | None = None, zoo: Callable[[], Mapping[str, MultiModalEntry]] = zoo
+) -> list[str]:
+    """Entries of some families: the name up to the first dash. With `gate` only those with that value of `gate`."""
     return [
-        name
-        for name, entry in zoo().items()
-        if name.split("-")[0] in families and entry.model_impl == model_impl and (gate is None or entry.gate is gate)
+        name for name, entry in zoo().items() if name.split("-")[0] in families and (gate is None or entry.gate is gate)
     ]
 
 
@@ -287,13 +287,15 @@ class MultiModalSuite:
     """`checkpoint` iterates over `names`. Those of the gate run with every change, the others exhaustively."""
 
     names: ClassVar[list[str]] = []
+    zoo: ClassVar[Callable[[], Mapping[str, MultiModalEntry]]] = staticmethod(zoo)
+    """The entries that `names` are of."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("checkpoint", self.names)
 
     @pytest.fixture
     def expected(self, checkpoint: str) -> MultiModalOracle:
-        return oracle(checkpoint)
+        return oracle(checkpoint, self.zoo)
 
     def test_alone_in_a_batch_and_after_prefix_hits(self, expected: MultiModalOracle) -> None:
         with engine(expected.folder, **expected.settings) as llm:

@@ -90,15 +90,15 @@ def zoo() -> dict[str, MultiModalEntry]:
     from tests.helpers.zoo_audio import AUDIO
     from tests.helpers.zoo_grids import GRIDS
     from tests.helpers.zoo_tiles import TILES
-    from tests.helpers.zoo_transformers import TRANSFORMERS
     from tests.helpers.zoo_vision import VISION
 
-    return {**VISION, **GRIDS, **TILES, **AUDIO, **TRANSFORMERS}
+    return {**VISION, **GRIDS, **TILES, **AUDIO}
 
 
-def make_checkpoint(name: str, folder: Path) -> Path:
-    """Writes model, tokenizer and processor of an entry."""
-    entry = zoo()[name]
+def make_checkpoint(entry: str | MultiModalEntry, folder: Path) -> Path:
+    """Writes model, tokenizer and processor of an entry, or of the entry of `zoo` with that name."""
+    if isinstance(entry, str):
+        entry = zoo()[entry]
     save_model(entry.config(), folder, entry.seed, entry.embedding_scale)
     save_processor(entry.processor(make_tokenizer(entry.specials)), folder)
     if entry.video_settings:

@@ -45,7 +45,15 @@ def test_the_wheel_is_for_any_machine_and_holds_the_package_alone(wheel):
 def test_it_requires_minimum_versions_and_no_exact_versions():
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     requirements = {Requirement(text).name: Requirement(text) for text in project["dependencies"]}
-    assert set(requirements) == {"mvllm", "mvllm-gguf", "mvllm-parsers", "mvllm-tools", "mvllm-torch-gpu", "torch"}
+    assert set(requirements) == {
+        "mvllm",
+        "mvllm-gguf",
+        "mvllm-parsers",
+        "mvllm-tools",
+        "mvllm-torch-gpu",
+        "mvllm-transformers-backend",
+        "torch",
+    }
     assert str(requirements["torch"].specifier).startswith(">=")
 
 

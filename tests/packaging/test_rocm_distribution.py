@@ -51,7 +51,18 @@ def test_a_wheel_is_for_any_machine_and_holds_the_package_alone(wheels, name, pa
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("rocm", {"mvllm", "mvllm-gguf", "mvllm-parsers", "mvllm-tools", "mvllm-torch-gpu", "torch"}),
+        (
+            "rocm",
+            {
+                "mvllm",
+                "mvllm-gguf",
+                "mvllm-parsers",
+                "mvllm-tools",
+                "mvllm-torch-gpu",
+                "mvllm-transformers-backend",
+                "torch",
+            },
+        ),
         ("torch-gpu", {"mvllm", "mvllm-triton-kernels", "torch"}),
     ],
 )

@@ -46,7 +46,7 @@ def test_the_wheel_is_for_any_machine_and_holds_the_package_alone(wheel):
 def test_runtimes_are_extras_because_each_requires_its_own_torch():
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     required = {Requirement(text).name for text in project["dependencies"]}
-    assert required == {"mvllm", "mvllm-gguf", "mvllm-parsers", "mvllm-tools", "torch"}
+    assert required == {"mvllm", "mvllm-gguf", "mvllm-parsers", "mvllm-tools", "mvllm-transformers-backend", "torch"}
     assert "torch-xla" in project["optional-dependencies"]
 
 

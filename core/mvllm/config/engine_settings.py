@@ -8,11 +8,11 @@ from typing import Any, Literal
 from mvllm.checkpoint_formats.registry import load_format_names
 from mvllm.config.kv_transfer import PREEMPTION_MODES, ROLES
 from mvllm.config.model_builder import DTYPE_ALIASES, DTYPES
+from mvllm.config.model_implementations import model_impl_names
 from mvllm.config.model_limits import DEFAULT_NUM_BATCHED_TOKENS
 from mvllm.config.multimodal_args import MultiModalArgs
 from mvllm.config.option import option
 
-MODEL_IMPLS = ("auto", "native", "transformers")
 LOGPROBS_MODES = (
     *("raw_logprobs", "raw_logits", "pre_temperature_logprobs", "post_temperature_logprobs"),
     *("processed_logprobs", "processed_logits"),
@@ -48,7 +48,7 @@ class EngineSettings(MultiModalArgs):
         help="Implementation of the model: 'native' (mvllm's or a plugin's), 'transformers' (its modules with mvllm's "
         "attention and linear layers), or 'auto': native if the architecture has a class.",
         group="model",
-        choices=MODEL_IMPLS,
+        choices=model_impl_names,
     )
     revision: str | None = option(
         None, help="Branch, tag or commit on the hub, for every file of the model.", group="model"

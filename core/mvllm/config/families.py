@@ -86,6 +86,15 @@ def is_of_core(architecture: str) -> bool:
     return architecture in _index().architectures
 
 
+def is_native(architecture: str) -> bool:
+    """Whether core or an installed plugin has a class for an architecture.
+
+    Raises:
+        ConfigError: A plugin has it, but is not allowed, or several have it.
+    """
+    return is_of_core(architecture) or plugin_groups.find(plugin_groups.MODELS, architecture) is not None
+
+
 def record_of_plugin(source: plugin_groups.PluginSource) -> ModelFamily | None:
     """The record that an entry point of `mvllm.models` names; None if it names a class.
 

@@ -35,8 +35,8 @@ class ModelConfig:
         generation_defaults: Sampling defaults from `generation_config.json` (only keys that SamplingParams has).
         eos_token_ids: Tokens that end a sequence, from `generation_config.json` and `config.json`.
         trust_remote_code: Whether code from the model folder may run.
-        model_impl: Implementation of the model: `native` (core's or a plugin's), `transformers`, or `auto`: native if
-            the architecture has a class.
+        model_impl: Implementation of the model: `native` (core's or a plugin's), the name of a ModelImplementation
+            (`transformers`), or `auto`: native if the architecture has a class, else `transformers`.
         revision: Revision on the hub.
         seed: Seed of the samples of requests without a seed of their own.
         seed_is_random: Whether it was drawn at this start, because none was given.

@@ -23,6 +23,11 @@ from mvllm.config.generation_config import (
 )
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
+from mvllm.config.model_implementations import (
+    names_implementation,
+    naming_missing_implementation,
+    read_composite_config,
+)
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.config.nested_configs import is_tied_by_text, text_part_values, with_inner_config
@@ -30,7 +35,6 @@ from mvllm.config.pooler_config import check_pooler_config
 from mvllm.config.quantization import resolve_quantization
 from mvllm.config.sentence_transformers_config import max_seq_length
 from mvllm.config.token_spaces import ReadSpaces, token_spaces_of
-from mvllm.config.transformers_families import read_composite_config, takes_items_through_transformers
 from mvllm.errors import ConfigError, ModelError
 from mvllm.logging import get_logger
 
@@ -104,42 +108,43 @@ def build_model_config(
     """
     parts = _read_parts(folder, hf_overrides, model_impl)
     hf_config, architecture = parts.hf_config, parts.architecture
-    shape = transformer_shape(hf_config)
-    own_generation = load_generation_config(folder)
-    kind = ModelKind.of(architecture, hf_config, folder)
-    return ModelConfig(
-        model=model,
-        path=folder,
-        tokenizer=tokenizer,
-        hf_config=hf_config,
-        architecture=architecture,
-        dtype=DTYPE_ALIASES.get(dtype, dtype),
-        checkpoint_dtype=checkpoint_dtype(hf_config),
-        max_model_len=_max_model_len(hf_config, kind, folder, None if max_model_len == "auto" else max_model_len),
-        max_model_len_is_auto=max_model_len == "auto",
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_size,
-        sliding_window=sliding_window(hf_config),
-        max_logprobs=_max_logprobs(max_logprobs, shape.vocab_size),
-        logprobs_mode=logprobs_mode,
-        generation_defaults=_defaults_from(generation_config),
-        eos_token_ids=end_token_ids(own_generation, hf_config, shape.vocab_size),
-        trust_remote_code=trust_remote_code,
-        model_impl=model_impl,
-        revision=revision,
-        seed=secrets.randbits(_DRAWN_SEED_BITS) if seed is None else seed,
-        seed_is_random=seed is None,
-        quantization=resolve_quantization(hf_config, quantization),
-        kind=kind,
-        pooler_config=check_pooler_config(pooler_config or {}),
-        multimodal=parts.multimodal,
-        language_architecture="" if parts.multimodal is None else parts.language,
-        token_spaces=token_spaces_of(hf_config, shape.vocab_size, own_generation, parts.read_spaces),
-    )
+    with naming_missing_implementation(architecture, model_impl):
+        shape = transformer_shape(hf_config)
+        own_generation = load_generation_config(folder)
+        kind = ModelKind.of(architecture, hf_config, folder)
+        return ModelConfig(
+            model=model,
+            path=folder,
+            tokenizer=tokenizer,
+            hf_config=hf_config,
+            architecture=architecture,
+            dtype=DTYPE_ALIASES.get(dtype, dtype),
+            checkpoint_dtype=checkpoint_dtype(hf_config),
+            max_model_len=_max_model_len(hf_config, kind, folder, None if max_model_len == "auto" else max_model_len),
+            max_model_len_is_auto=max_model_len == "auto",
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            sliding_window=sliding_window(hf_config),
+            max_logprobs=_max_logprobs(max_logprobs, shape.vocab_size),
+            logprobs_mode=logprobs_mode,
+            generation_defaults=_defaults_from(generation_config),
+            eos_token_ids=end_token_ids(own_generation, hf_config, shape.vocab_size),
+            trust_remote_code=trust_remote_code,
+            model_impl=model_impl,
+            revision=revision,
+            seed=secrets.randbits(_DRAWN_SEED_BITS) if seed is None else seed,
+            seed_is_random=seed is None,
+            quantization=resolve_quantization(hf_config, quantization),
+            kind=kind,
+            pooler_config=check_pooler_config(pooler_config or {}),
+            multimodal=parts.multimodal,
+            language_architecture="" if parts.multimodal is None else parts.language,
+            token_spaces=token_spaces_of(hf_config, shape.vocab_size, own_generation, parts.read_spaces),
+        )
 
 
 @dataclass(frozen=True)
@@ -162,18 +167,17 @@ class _Parts:
 def _read_parts(folder: Path, overrides: Mapping[str, Any] | None, model_impl: str) -> _Parts:
     hf_config = load_hf_config(folder, overrides)
     architecture = architecture_of(hf_config)
-    multimodal, composite = None, None
-    if takes_items_through_transformers(architecture, model_impl):
-        composite = read_composite_config(HFConfig.load(folder, overrides))
+    multimodal: MultiModalModel | None
+    composite = read_composite_config(architecture, model_impl, folder, overrides)
     if composite is not None:
         hf_config = load_hf_config(folder, overrides, composite.text_values)
         width = hf_config.positive_int(_key(hf_config, _HIDDEN_SIZE), at_most=_LARGEST_SIZE)
         multimodal = MultiModalModel(composite.placeholders, width, by_transformers=True)
     else:
         multimodal = multimodal_model(architecture, hf_config)
-        if multimodal is not None and model_impl == "transformers":
+        if multimodal is not None and names_implementation(model_impl):
             multimodal = replace(multimodal, by_transformers=True)
-    language = "" if model_impl == "transformers" else find_model_type(hf_config).architecture or ""
+    language = "" if names_implementation(model_impl) else find_model_type(hf_config).architecture or ""
     found = find_architecture(architecture)
     if multimodal is None and language and found is not None and found.may_be_text:
         architecture = language

@@ -32,7 +32,8 @@ class MultiModalModel:
         rope_interleaved: The frequencies of the three alternate (Qwen3-VL), instead of following each other.
         cross_attention: Layers attend to the encoder's result instead of taking it as embeddings (Whisper).
         max_encoded: Most rows of one item's result, as far as config.json says; None where the processor decides.
-        by_transformers: The encoders are transformers' modules, which take the token ids of an item's span, too.
+        by_transformers: The encoders are those of a ModelImplementation (see `config.model_implementations`), such as
+            transformers' modules, which take the token ids of an item's span, too.
         written_as: By modality, what stands for an item in the text of a prompt, where it is not the token of
             `placeholders`.
     """

@@ -17,10 +17,12 @@ from mvllm.config.model_family import Architecture as Architecture
 from mvllm.config.model_family import ModelFamily as ModelFamily
 from mvllm.config.model_family import ModelType as ModelType
 from mvllm.config.model_family import pooling_architectures as pooling_architectures
+from mvllm.config.multimodal import MODALITIES as MODALITIES
 from mvllm.config.multimodal import MultiModalModel as MultiModalModel
 from mvllm.config.token_spaces import TokenSpace as TokenSpace
 
 __all__ = [
+    "MODALITIES",
     "Architecture",
     "HFConfig",
     "ModelFamily",

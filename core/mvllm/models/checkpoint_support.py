@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from mvllm.config import model_implementations
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.quantization.registry import quantization_method
-from mvllm.models.registry import is_native, supported_architectures
-from mvllm.models.transformers_backend.supported_classes import unsupported_reason
+from mvllm.models.registry import supported_architectures
 
 _CONVERTED = {
     "MultiModalityCausalLM": " For Janus and Janus-Pro use a checkpoint in transformers' format, such as "
@@ -16,20 +16,21 @@ _CONVERTED = {
 
 
 def check_architecture(config: ModelConfig) -> None:
-    """Checks that a model class or transformers supports a checkpoint's architecture.
+    """Checks that a model class or a ModelImplementation supports a checkpoint's architecture.
 
-    A folder may contain its own Python code (`auto_map`), which is never used: an architecture runs natively, or
-    through transformers' own class.
+    A folder may contain its own Python code (`auto_map`), which is never used.
 
     Raises:
         ModelError: It is not supported; the message lists the supported ones.
-        ConfigError: An installed plugin has it, but is not allowed, or several have it.
+        ConfigError: An installed plugin has it, but is not allowed, or several have it; or that of the implementation
+            cannot be loaded.
     """
     if runs_natively(config):
         return
     reason = "It has no class here, and model_impl is 'native'."
-    if config.model_impl != "native":
-        found = _unsupported_spaces(config) or unsupported_reason(config.architecture)
+    name = model_implementations.implementation_name(config.model_impl)
+    if name is not None:
+        found = _unsupported_spaces(config, name) or model_implementations.unsupported_reason(config.architecture, name)
         if found is None:
             return
         reason = found[0].upper() + found[1:]
@@ -40,25 +41,29 @@ def check_architecture(config: ModelConfig) -> None:
             f" The folder brings its own model code (auto_map), which is not run: {permission} trust_remote_code, only "
             "architectures that are supported natively, or by transformers itself, can be run."
         )
+    verdict = "is not supported"
+    if model_implementations.names_implementation(config.model_impl):
+        verdict += f" with model_impl={config.model_impl!r}"
     raise ModelError(
-        f"{config.hf_config.source}: the architecture {config.architecture!r} is not supported.{code} {reason} "
+        f"{config.hf_config.source}: the architecture {config.architecture!r} {verdict}.{code} {reason} "
         f"Supported natively: {', '.join(supported_architectures())}."
     )
 
 
-def _unsupported_spaces(config: ModelConfig) -> str | None:
+def _unsupported_spaces(config: ModelConfig, name: str) -> str | None:
     if not config.token_spaces:
         return None
-    return f"transformers' class gives no tokens of {', '.join(config.token_spaces)} here, which this model is for."
+    spaces = ", ".join(config.token_spaces)
+    return f"the implementation {name!r} gives no tokens of {spaces}, which this model is for."
 
 
 def runs_natively(config: ModelConfig) -> bool:
-    """Whether a class of core or of an installed plugin runs the checkpoint, not transformers' class.
+    """Whether a class of core or of an installed plugin runs the checkpoint, not a ModelImplementation.
 
     Raises:
         ConfigError: An installed plugin has it, but is not allowed, or several have it.
     """
-    return config.model_impl != "transformers" and is_native(config.architecture)
+    return model_implementations.runs_natively(config.architecture, config.model_impl)
 
 
 def check_quantization(config: ModelConfig, load_format: str = "auto") -> None:

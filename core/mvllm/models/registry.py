@@ -2,7 +2,8 @@
 
 Families' records name them (`config.model_family`). Other packages add architectures through entry points of
 `mvllm.models`: the name is the architecture, the value `package.module:Class`, a CausalLM, or the module of a record.
-Core's class takes precedence over a plugin's of the same name.
+Core's class takes precedence over a plugin's of the same name. Architectures without a class are run by the
+implementation that `model_impl` says, if it can (`config.model_implementations`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from typing import TYPE_CHECKING
 from mvllm import plugin_groups
 from mvllm.config.families import core_architectures, find_architecture, is_of_core, record_of_plugin
 from mvllm.config.model_family import Architecture
+from mvllm.config.model_implementations import (
+    find_implementation,
+    implementation_name,
+    runs_natively,
+    unsupported_reason,
+)
 from mvllm.errors import ModelError
 from mvllm.logging import get_logger
 
@@ -30,15 +37,6 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(sorted({*core_architectures(), *plugin_groups.allowed_names(plugin_groups.MODELS)}))
 
 
-def is_native(architecture: str) -> bool:
-    """Whether core or an installed plugin has a class for `architecture`.
-
-    Raises:
-        ConfigError: A plugin has it, but is not allowed, or several have it.
-    """
-    return is_of_core(architecture) or plugin_groups.find(plugin_groups.MODELS, architecture) is not None
-
-
 def resolve_model_class(architecture: str, model_impl: str = "auto", language: str = "") -> type[CausalLM]:
     """The class that runs checkpoints of `architecture`.
 
@@ -50,8 +48,9 @@ def resolve_model_class(architecture: str, model_impl: str = "auto", language: s
         ModelError: There is none (the message lists the supported ones), or a plugin's class is not a CausalLM.
         ConfigError: The plugin that has it is not allowed, or cannot be loaded.
     """
-    if model_impl == "transformers" or (model_impl == "auto" and not is_native(architecture)):
-        return _fallback(architecture)
+    implementation = implementation_name(model_impl)
+    if implementation is not None and not runs_natively(architecture, model_impl):
+        return _class_of_implementation(architecture, implementation)
     if is_of_core(architecture):
         for plugin in plugin_groups.list_plugins(plugin_groups.MODELS):
             if plugin.name == architecture:
@@ -80,12 +79,14 @@ def _plugin_class(source: plugin_groups.PluginSource, language: str) -> type[Cau
     return _build_class(source.name, record.architectures[source.name], language, load)
 
 
-def _load_from_plugin(source: plugin_groups.PluginSource, path: str) -> type[CausalLM]:
+def _load_from_plugin(
+    source: plugin_groups.PluginSource, path: str, group: plugin_groups.PluginGroup = plugin_groups.MODELS
+) -> type[CausalLM]:
     """A class that a plugin names. Its errors name the package."""
     from mvllm.models.causal_lm import CausalLM
 
     named = dataclasses.replace(source, entry_point=path)
-    found = plugin_groups.load(plugin_groups.MODELS, named)
+    found = plugin_groups.load(group, named)
     if not (isinstance(found, type) and issubclass(found, CausalLM)):
         raise ModelError(f"{named} must name a subclass of mvllm.extension_api.CausalLM, found {found!r}.")
     return found
@@ -124,19 +125,13 @@ def _language_class(architecture: str, language: str) -> type[CausalLM]:
     return _import_class(found.bases[0])
 
 
-def _fallback(architecture: str) -> type[CausalLM]:
-    from mvllm.models.transformers_backend.supported_classes import has_encoders, unsupported_reason
-
-    reason = unsupported_reason(architecture)
+def _class_of_implementation(architecture: str, name: str) -> type[CausalLM]:
+    reason = unsupported_reason(architecture, name)
     if reason is not None:
         raise ModelError(
             f"The architecture {architecture!r} is not supported. Supported: {', '.join(supported_architectures())}. "
             f"As for others: {reason}"
         )
-    if has_encoders(architecture):
-        from mvllm.models.transformers_backend.multimodal import TransformersMultiModalForCausalLM
-
-        return TransformersMultiModalForCausalLM
-    from mvllm.models.transformers_backend.model import TransformersForCausalLM
-
-    return TransformersForCausalLM
+    implementation, source = find_implementation(name), plugin_groups.find(plugin_groups.MODEL_IMPLS, name)
+    assert implementation is not None and source is not None, "otherwise there is a reason"
+    return _load_from_plugin(source, implementation.model_class(architecture), plugin_groups.MODEL_IMPLS)

@@ -48,6 +48,7 @@ class ItemProcessor:
         trust_remote_code: Whether code from the model folder may run.
         float_dtype: Dtype of the features that are floats: that of the encoder, to which they would be rounded later.
             They then take half of the bytes on their way.
+        model_impl: As in ModelConfig.
 
     Raises:
         ModelError: The folder's processor cannot be loaded.
@@ -63,12 +64,13 @@ class ItemProcessor:
         *,
         trust_remote_code: bool = False,
         float_dtype: str = "float32",
+        model_impl: str = "auto",
     ) -> None:
         self._model = model
         self._float_dtype = float_dtype
         self._kwargs = dict(processor_kwargs or {})
         self.processor = load_processor(path, trust_remote_code=trust_remote_code)
-        self.family = item_family(architecture, self.processor, model, hf_config)
+        self.family = item_family(architecture, self.processor, model, hf_config, model_impl)
         self._fingerprint = _fingerprint(path, self._kwargs)
 
     def content_hash(

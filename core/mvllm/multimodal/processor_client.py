@@ -274,4 +274,5 @@ def _start_message(model: ModelConfig, config: MultiModalConfig) -> ProcessorSta
         max_embeddings=model.max_model_len,
         float_dtype="float32" if model.dtype == "auto" else model.dtype,
         num_processes=config.num_processes,
+        model_impl=model.model_impl,
     )

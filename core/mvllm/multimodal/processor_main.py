@@ -143,6 +143,7 @@ class JobServer:
                 json.loads(start.processor_kwargs),
                 trust_remote_code=start.trust_remote_code,
                 float_dtype=start.float_dtype,
+                model_impl=start.model_impl,
             )
             _use_one_thread()
         except Exception as e:  # noqa: BLE001  (code of the model's folder, or of transformers)

@@ -19,7 +19,7 @@ class ProcessorStart(msgspec.Struct):
 
     Attributes:
         path: The model folder; empty for a process that decodes embeddings only.
-        architecture, trust_remote_code: As in ModelConfig.
+        architecture, trust_remote_code, model_impl: As in ModelConfig.
         model: The fields of MultiModalModel.
         hf_config: The model's config.json.
         processor_kwargs: JSON of the user's arguments of the processor.
@@ -42,6 +42,7 @@ class ProcessorStart(msgspec.Struct):
     max_embeddings: int
     float_dtype: str = "float32"
     num_processes: int = 1
+    model_impl: str = "auto"
 
 
 class ItemJob(msgspec.Struct):

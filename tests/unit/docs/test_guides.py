@@ -80,7 +80,7 @@ def test_every_explained_error_is_in_the_source():
     """Each heading of the last section is part of a message in the source, even if the string is split there."""
     messages = "\n".join(
         "".join(literal_parts(node))
-        for folder in ("core/mvllm", "platforms/cpu/src", "plugins/gguf/src")
+        for folder in ("core/mvllm", "platforms/cpu/src", "plugins/gguf/src", "plugins/transformers-backend/src")
         for file in (ROOT / folder).rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text("utf-8")))
         if isinstance(node, ast.JoinedStr | ast.Constant)

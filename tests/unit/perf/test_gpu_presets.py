@@ -256,12 +256,12 @@ def test_the_sanitizer_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_wheels_of_a_platform_are_those_it_needs(tmp_path: Path) -> None:
     names = {
         *("mvllm", "mvllm-cuda", "mvllm-gguf", "mvllm-parsers", "mvllm-tools", "mvllm-torch-gpu"),
-        "mvllm-triton-kernels",
+        *("mvllm-transformers-backend", "mvllm-triton-kernels"),
     }
     assert set(wheels.distributions("replayed")) == set(wheels.distributions("cuda")) == names
     settings = Settings("cpu", tmp_path, tmp_path, 0.0, wheels=tmp_path)
     assert "--wheels dist" in wheels.items(settings)[0].obstacle
-    for name in ("mvllm", "mvllm-cpu", "mvllm-gguf", "mvllm-parsers", "mvllm-tools"):
+    for name in ("mvllm", "mvllm-cpu", "mvllm-gguf", "mvllm-parsers", "mvllm-tools", "mvllm-transformers-backend"):
         (tmp_path / f"{name.replace('-', '_')}-1-py3-none-any.whl").touch()
     assert not wheels.items(settings)[0].obstacle
 

@@ -28,6 +28,7 @@ GROUPS = {
     "mvllm.checkpoint_formats": "acme",
     "mvllm.models": "AcmeForCausalLM",
     "mvllm.model_types": "acme",
+    "mvllm.model_impls": "acme",
     "mvllm.quantization": "acme",
     "mvllm.executors": "acme",
     "mvllm.op_providers": "acme",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.config.model import ModelConfig
+from mvllm.config.model_implementations import implementation_name
 from mvllm.engine.core.kv_connectors import check_connectors
 from mvllm.errors import ConfigError
 from mvllm.models.checkpoint_support import runs_natively
@@ -75,20 +76,20 @@ def refusal_of_items(config: EngineConfig, capabilities: Capabilities) -> str | 
 
 
 def _why_no_items(config: EngineConfig, capabilities: Capabilities) -> str | None:
-    model = config.model.multimodal
+    model, through = config.model.multimodal, f"the model runs through {implementation_name(config.model.model_impl)}"
     if not capabilities.torch_device:
         return "the platform has its own worker, which takes token ids only"
     if config.model.kind.is_encoder:
         return "the model is a text encoder"
     if not runs_natively(config.model) and (model is None or not model.by_transformers):
-        return "the model runs through transformers, where it takes token ids only"
+        return f"{through}, where it takes token ids only"
     if model is None:
         return None
     graphs, static, sees_later = capabilities.graph_compiler, capabilities.static_shapes, model.spans_attend_both_ways
     cases = (
         (
             graphs and model.by_transformers,
-            "the model runs through transformers, and the platform runs models as graphs",
+            f"{through}, and the platform runs models as graphs",
         ),
         (
             graphs and sees_later,
@@ -97,7 +98,7 @@ def _why_no_items(config: EngineConfig, capabilities: Capabilities) -> str | Non
         (graphs and model.cross_attention, "the platform runs models as graphs, which have no cross-attention"),
         (
             static and model.by_transformers,
-            "the model runs through transformers, and the platform compiles a program for every shape of its encoders",
+            f"{through}, and the platform compiles a program for every shape of its encoders",
         ),
         (
             static and model.cross_attention,

@@ -86,7 +86,7 @@ class EngineCore:
         self._on_phase = on_phase
         self.start_seconds: dict[str, float] = {}
         self.cache_summary: KVCacheSummary
-        # Models run through transformers have one RoPE for prompts of every length.
+        # Models that a ModelImplementation runs have one RoPE for prompts of every length.
         self._position_key = prompt_cache_key(config.model) if runs_natively(config.model) else lambda prompt_len: 0
         self._needs_identical_plans = config.parallel.distributed_executor_backend == "external_launcher"
         self._supports_prefix_caching = platform.capabilities.prefix_caching

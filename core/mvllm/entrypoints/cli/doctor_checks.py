@@ -514,6 +514,7 @@ def _memory() -> Checks:
 def _model(model: str) -> Checks:
     """Checks a model folder: config, architecture, weights and tokenizer, without loading the weights."""
     from mvllm.config.engine_args import EngineArgs
+    from mvllm.config.model_implementations import implementation_name
     from mvllm.config.tokenizer_check import check_tokenizer
     from mvllm.engine.tokenizer.tokenizer import load_tokenizer
     from mvllm.models.checkpoint import read_checkpoint
@@ -531,7 +532,8 @@ def _model(model: str) -> Checks:
 
     def architecture() -> str:
         check_architecture(config)
-        return config.architecture + ("" if runs_natively(config) else ", through transformers")
+        through = "" if runs_natively(config) else f", through {implementation_name(config.model_impl)}"
+        return config.architecture + through
 
     def quantization() -> str:
         check_quantization(config)

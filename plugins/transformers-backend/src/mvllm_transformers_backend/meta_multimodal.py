@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mvllm.config.hf_config import HFConfig
-from mvllm.config.model import ModelConfig
-from mvllm.distributed.group_coordinator import GroupCoordinator
-from mvllm.models.transformers_backend.dry_run import NAME
-from mvllm.models.transformers_backend.meta_model import MetaModel, set_module
-from mvllm.models.transformers_backend.replacement_modules import LanguageModelStub
+from mvllm.extension_api import HFConfig, ModelConfig
+from mvllm.extension_api.layers import GroupCoordinator
+from mvllm_transformers_backend.dry_run import NAME
+from mvllm_transformers_backend.meta_model import MetaModel, set_module
+from mvllm_transformers_backend.replacement_modules import LanguageModelStub
 
 _NUM_TOKENS = 7
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,25 +12,26 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from mvllm.config.families import is_native
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError, ModelError
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.checkpoint_support import check_architecture
-from mvllm.models.registry import is_native, resolve_model_class
-from mvllm.models.transformers_backend.dry_run import UnsupportedModelError, window_of
-from mvllm.models.transformers_backend.replacement_modules import LinearReplacement
+from mvllm.models.registry import resolve_model_class
+from mvllm_transformers_backend.dry_run import UnsupportedModelError, window_of
+from mvllm_transformers_backend.replacement_modules import LinearReplacement
 from tests.helpers.model_zoo import load_reference, make_checkpoint
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
 from tests.helpers.thread_ranks import fake_group, run_ranks
-from tests.helpers.transformers_backend_zoo import TRANSFORMERS_BACKEND_ZOO, make_transformers_backend_checkpoint
 from tests.unit.models.test_parity import draw_tokens, reference_logits, run_mixed
 
+zoo = importlib.import_module("plugins.transformers-backend.tests.text_zoo")
 TOLERANCE = 1e-4
 TOKENS, PROMPT_LEN = draw_tokens(40, seed=1), 24
 EVERY_DAY = ("cohere2", "gpt_neox", "phi", "olmo2")
 SHARED = [
     name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.exhaustive)
-    for name, family in TRANSFORMERS_BACKEND_ZOO.items()
+    for name, family in zoo.ZOO.items()
     if family.ranks > 1
 ]
 
@@ -50,9 +52,9 @@ def edit_config(folder: Path, **values: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS_BACKEND_ZOO)
+@pytest.mark.parametrize("name", zoo.ZOO)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    folder = make_transformers_backend_checkpoint(name, tmp_path)
+    folder = zoo.make_checkpoint(name, tmp_path)
     model, expected = load(folder), reference_logits(load_reference(folder), TOKENS, PROMPT_LEN)
     assert expected.std() > 0.5, "logits too close together to tell right from wrong"
     torch.testing.assert_close(run(model), expected, atol=TOLERANCE, rtol=0)
@@ -62,14 +64,14 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.shows("tp", impl="transformers")
 @pytest.mark.parametrize("name", SHARED)
 def test_tensor_parallel_ranks_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
-    folder = make_transformers_backend_checkpoint(name, tmp_path)
+    folder = zoo.make_checkpoint(name, tmp_path)
     alone = run(load(folder))
     for logits in run_ranks(2, lambda tp: run(load(folder, make_context(tp=tp)))):
         torch.testing.assert_close(logits, alone, atol=TOLERANCE, rtol=0)
 
 
 def test_ranks_load_only_their_shard(tmp_path: Path) -> None:
-    folder = make_transformers_backend_checkpoint("llama", tmp_path)
+    folder = zoo.make_checkpoint("llama", tmp_path)
     alone, half = load(folder), load(folder, make_context(tp=fake_group("tp", 1, 2)))
     size, of_half = (sum(p.numel() for p in model.parameters()) for model in (alone, half))
     assert of_half < 0.52 * size
@@ -85,7 +87,7 @@ def test_ranks_load_only_their_shard(tmp_path: Path) -> None:
     ],
 )
 def test_indivisible_shards_are_refused(name: str, ranks: int, words: str, tmp_path: Path) -> None:
-    folder = make_transformers_backend_checkpoint(name, tmp_path)
+    folder = zoo.make_checkpoint(name, tmp_path)
     (folder / "model.safetensors").unlink()  # no weight is read
     with pytest.raises(ConfigError, match=words):
         load(folder, make_context(tp=fake_group("tp", 0, ranks)))
@@ -94,19 +96,15 @@ def test_indivisible_shards_are_refused(name: str, ranks: int, words: str, tmp_p
 
 
 def test_each_layers_attention_settings_become_its_spec(tmp_path: Path) -> None:
-    specs = [
-        layer.spec for layer in load(make_transformers_backend_checkpoint("gemma2", tmp_path / "g")).attention_layers()
-    ]
+    specs = [layer.spec for layer in load(zoo.make_checkpoint("gemma2", tmp_path / "g")).attention_layers()]
     assert [spec.sliding_window for spec in specs] == [9, None, 9]
     assert {(spec.soft_cap, spec.scale, spec.sinks, spec.num_kv_heads) for spec in specs} == {(2.0, 0.25, False, 2)}
-    specs = [
-        layer.spec for layer in load(make_transformers_backend_checkpoint("gpt_oss", tmp_path / "o")).attention_layers()
-    ]
+    specs = [layer.spec for layer in load(zoo.make_checkpoint("gpt_oss", tmp_path / "o")).attention_layers()]
     assert [spec.sliding_window for spec in specs] == [9, None, 9] and all(spec.sinks for spec in specs)
 
 
 def test_a_window_longer_than_any_sequence_is_ignored(tmp_path: Path) -> None:
-    folder = make_transformers_backend_checkpoint("mistral", tmp_path)
+    folder = zoo.make_checkpoint("mistral", tmp_path)
     assert [layer.spec.sliding_window for layer in load(folder, max_model_len=8).attention_layers()] == [None] * 3
 
 
@@ -128,7 +126,7 @@ def test_quantized_checkpoints_give_the_logits_of_the_dequantized_weights(tmp_pa
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
-    folder = make_transformers_backend_checkpoint("cohere2", tmp_path)
+    folder = zoo.make_checkpoint("cohere2", tmp_path)
     found = run(load(folder, make_context(dtype=torch.bfloat16)))
     expected = reference_logits(load_reference(folder), TOKENS, PROMPT_LEN)
     assert found.dtype == torch.bfloat16
@@ -181,7 +179,7 @@ def test_models_that_a_paged_cache_cannot_serve_are_refused_before_weights_are_r
 
 @pytest.mark.parametrize(("rope_type", "native"), [("dynamic", 256), ("longrope", 64)])
 def test_batch_dependent_rope_limits_max_model_len(rope_type: str, native: int, tmp_path: Path) -> None:
-    folder = make_transformers_backend_checkpoint("llama", tmp_path)
+    folder = zoo.make_checkpoint("llama", tmp_path)
     rope = {"rope_type": rope_type, "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": native}
     if rope_type == "longrope":
         rope |= {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0] * 8}
@@ -217,7 +215,7 @@ def test_mask_functions_other_than_windows_are_refused(rule: Any) -> None:
 
 
 def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
-    folder = make_transformers_backend_checkpoint("smollm3", tmp_path)
+    folder = zoo.make_checkpoint("smollm3", tmp_path)
     from safetensors.torch import save_file
 
     tensors = load_file(folder / "model.safetensors")
@@ -239,7 +237,7 @@ def test_auto_uses_the_native_class_if_there_is_one(tmp_path: Path) -> None:
     assert resolve_model_class("LlamaForCausalLM").__name__ == "LlamaForCausalLM"
     assert resolve_model_class("LlamaForCausalLM", "transformers").__name__ == "TransformersForCausalLM"
     check_architecture(config_of(native, "native"))
-    other = make_transformers_backend_checkpoint("phi", tmp_path / "s")
+    other = zoo.make_checkpoint("phi", tmp_path / "s")
     assert not is_native("PhiForCausalLM"), "this test needs another architecture"
     assert resolve_model_class("PhiForCausalLM").__name__ == "TransformersForCausalLM"
     check_architecture(config_of(other, "auto"))
@@ -250,18 +248,14 @@ def test_auto_uses_the_native_class_if_there_is_one(tmp_path: Path) -> None:
 
 
 def test_folders_with_remote_code_use_the_transformers_class(tmp_path: Path) -> None:
-    folder = edit_config(
-        make_transformers_backend_checkpoint("smollm3", tmp_path), auto_map={"AutoModelForCausalLM": "m.M"}
-    )
+    folder = edit_config(zoo.make_checkpoint("smollm3", tmp_path), auto_map={"AutoModelForCausalLM": "m.M"})
     check_architecture(config_of(folder, "auto"))
-    expected = reference_logits(
-        load_reference(make_transformers_backend_checkpoint("smollm3", tmp_path / "x")), TOKENS, PROMPT_LEN
-    )
+    expected = reference_logits(load_reference(zoo.make_checkpoint("smollm3", tmp_path / "x")), TOKENS, PROMPT_LEN)
     torch.testing.assert_close(run(load(folder)), expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["Acme", "AutoModelForCausalLM", "_Private", "a b", "T5ForConditionalGeneration"])
 def test_names_that_are_no_causal_language_model_are_refused(name: str, tmp_path: Path) -> None:
-    folder = edit_config(make_transformers_backend_checkpoint("llama", tmp_path), architectures=[name])
+    folder = edit_config(zoo.make_checkpoint("llama", tmp_path), architectures=[name])
     with pytest.raises(ModelError, match=rf"'{name}' is not supported. Transformers has no causal language model"):
         check_architecture(config_of(folder, "auto"))

@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from mvllm.config.model import ModelConfig
-from mvllm.errors import ConfigError
-from mvllm.layers.attention import Attention
-from mvllm.layers.context import BuildContext, ForwardStep
-from mvllm.layers.embedding import LMHead, VocabEmbedding
-from mvllm.layers.linear import (
+from mvllm.extension_api import (
+    Attention,
+    BuildContext,
+    CausalLM,
     ColumnParallelLinear,
-    HeadShard,
-    Linear,
+    ConfigError,
+    ForwardStep,
+    LMHead,
+    ModelConfig,
     ReplicatedLinear,
     RowParallelLinear,
-    shard_slice,
+    VocabEmbedding,
+    WeightTarget,
 )
-from mvllm.layers.weight_target import WeightTarget
-from mvllm.models.causal_lm import CausalLM
-from mvllm.models.transformers_backend.meta_model import MetaModel, set_module
-from mvllm.models.transformers_backend.replacement_modules import (
+from mvllm.extension_api.layers import HeadShard, Linear, shard_slice
+from mvllm_transformers_backend.meta_model import MetaModel, set_module
+from mvllm_transformers_backend.replacement_modules import (
     CurrentStep,
     EmbeddingReplacement,
     LinearReplacement,
@@ -33,7 +33,7 @@ from mvllm.models.transformers_backend.replacement_modules import (
     PagedAttention,
     RecordingLinear,
 )
-from mvllm.models.transformers_backend.tp_plan import ParallelStyle
+from mvllm_transformers_backend.tp_plan import ParallelStyle
 
 _UNSET = -(2**31) + 7
 """Fills buffers of integers before transformers computes them; NaN fills those of floats."""

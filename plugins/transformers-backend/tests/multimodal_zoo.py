@@ -1,4 +1,4 @@
-"""Entries of the multimodal zoo that run through transformers: native families, and others.
+"""Tiny multimodal checkpoints that run through transformers: of native families, and of others.
 
 Qwen2.5-VL has three-dimensional positions; in Gemma 3 the tokens of an image see later ones. LLaVA-NeXT and Aya Vision
 cut images into tiles, VipLLaVA reads several layers of its tower, GLM-ASR takes sounds.
@@ -6,6 +6,7 @@ cut images into tiles, VipLLaVA reads several layers of its tower, GLM-ASR takes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -123,3 +124,8 @@ TRANSFORMERS: dict[str, MultiModalEntry] = {
         model_impl=THROUGH,
     ),
 }
+
+
+def through_transformers() -> Mapping[str, MultiModalEntry]:
+    """The entries, for `tests.helpers.multimodal_suite`."""
+    return TRANSFORMERS

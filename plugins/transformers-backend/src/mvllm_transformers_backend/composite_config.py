@@ -8,45 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from mvllm.config.families import find_architecture
-from mvllm.config.hf_config import HFConfig
-from mvllm.config.multimodal import MODALITIES
-from mvllm.logging import get_logger
+from mvllm.extension_api import HFConfig, get_logger
+from mvllm.extension_api.model_families import MODALITIES
+from mvllm.extension_api.model_implementations import CompositeConfig
 
-logger = get_logger(__name__)
+logger = get_logger("mvllm.transformers_backend.composite_config")
 
 _PARTS = {"image": "vision_config", "video": "vision_config", "audio": "audio_config"}
 """By modality: the part of a config without which there is no encoder, if the config class knows such a part."""
-
-
-@dataclass(frozen=True)
-class CompositeConfig:
-    """A config of a language model and encoders.
-
-    Attributes:
-        text_values: The values of the language model, transformers' defaults included.
-        placeholders: As in MultiModalModel.
-    """
-
-    text_values: dict[str, Any]
-    placeholders: dict[str, int]
-
-
-def takes_items_through_transformers(architecture: str, model_impl: str) -> bool:
-    """Whether a checkpoint that has encoders would run through transformers, and no record says how to read it.
-
-    Native classes without `Architecture.read_items` take text alone.
-
-    Args:
-        architecture, model_impl: As in ModelConfig.
-    """
-    if model_impl == "native":
-        return False
-    found = find_architecture(architecture)
-    return found is None or (model_impl == "transformers" and found.read_items is None)
 
 
 def read_composite_config(whole: HFConfig) -> CompositeConfig | None:

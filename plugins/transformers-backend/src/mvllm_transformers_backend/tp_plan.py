@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 
-from mvllm.errors import ConfigError
+from mvllm.extension_api import ConfigError
 
 
 class ParallelStyle(Enum):

@@ -9,12 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mvllm.distributed.group_coordinator import GroupCoordinator
-from mvllm.layers.attention import Attention
-from mvllm.layers.context import ForwardStep
-from mvllm.layers.embedding import LMHead, VocabEmbedding
-from mvllm.layers.linear import Linear
-from mvllm.models.transformers_backend.dry_run import AttentionParameters, UnsupportedModelError
+from mvllm.extension_api import Attention, ForwardStep, LMHead, VocabEmbedding
+from mvllm.extension_api.layers import GroupCoordinator, Linear
+from mvllm_transformers_backend.dry_run import AttentionParameters, UnsupportedModelError
 
 
 class RecordingLinear(nn.Module):

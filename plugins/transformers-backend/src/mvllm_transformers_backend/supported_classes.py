@@ -6,7 +6,7 @@ import functools
 import importlib.util
 from typing import Any
 
-from mvllm.errors import ModelError
+from mvllm.extension_api import ModelError
 
 
 def unsupported_reason(architecture: str) -> str | None:

@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mvllm.config.model import ModelConfig
-from mvllm.distributed.group_coordinator import GroupCoordinator
-from mvllm.errors import ConfigError, ModelError, MvllmError
-from mvllm.layers.context import ShardIndex
-from mvllm.layers.linear import shard_slice
-from mvllm.logging import get_logger
-from mvllm.models.transformers_backend.dry_run import (
+from mvllm.extension_api import ConfigError, ModelConfig, ModelError, MvllmError, get_logger
+from mvllm.extension_api.layers import GroupCoordinator, ShardIndex, shard_slice
+from mvllm.extension_api.model_implementations import is_native
+from mvllm_transformers_backend.dry_run import (
     NAME,
     AttentionParameters,
     CrossTokenOpDetector,
@@ -24,15 +21,15 @@ from mvllm.models.transformers_backend.dry_run import (
     UnsupportedModelError,
     register_attention,
 )
-from mvllm.models.transformers_backend.replacement_modules import (
+from mvllm_transformers_backend.replacement_modules import (
     CallDetector,
     ModuleCalled,
     PrecomputedHiddenStates,
     RecordingLinear,
 )
-from mvllm.models.transformers_backend.supported_classes import model_class
-from mvllm.models.transformers_backend.tp_plan import ParallelStyle, TPPlan
-from mvllm.models.transformers_backend.weight_conversion import CheckpointNameMap
+from mvllm_transformers_backend.supported_classes import model_class
+from mvllm_transformers_backend.tp_plan import ParallelStyle, TPPlan
+from mvllm_transformers_backend.weight_conversion import CheckpointNameMap
 
 # Settings that do not describe the model: storage, implementation, and return values.
 _NOT_MODEL_SETTINGS = (
@@ -53,7 +50,7 @@ _NOT_MODEL_SETTINGS = (
 )
 _NUMBERS_OF_TOKENS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)  # primes
 
-logger = get_logger(__name__)
+logger = get_logger("mvllm.transformers_backend.meta_model")
 
 _building = threading.Lock()
 """Held while transformers builds a model, since it changes process-wide defaults."""
@@ -103,8 +100,6 @@ class MetaModel:
 
     def refusal(self, reason: str) -> ModelError:
         """The error for an unsupported model."""
-        from mvllm.models.registry import is_native  # it imports this package's classes
-
         remedy = "Take an architecture that is supported natively."
         if is_native(self._config.architecture):
             remedy = "Use model_impl='auto', with which the native class runs it."

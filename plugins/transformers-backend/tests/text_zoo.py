@@ -44,7 +44,7 @@ class Family:
 
 
 # A name begins with the checkpoint's `model_type`.
-TRANSFORMERS_BACKEND_ZOO: dict[str, Family] = {
+ZOO: dict[str, Family] = {
     # Families that also have native classes.
     "llama": Family("Llama"),
     "llama-tied-biases": Family("Llama", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -126,9 +126,9 @@ TRANSFORMERS_BACKEND_ZOO: dict[str, Family] = {
 }
 
 
-def make_transformers_backend_checkpoint(name: str, folder: Path) -> Path:
+def make_checkpoint(name: str, folder: Path) -> Path:
     """Writes checkpoint `name` into `folder`."""
-    family = TRANSFORMERS_BACKEND_ZOO[name]
+    family = ZOO[name]
     settings = {
         key: value
         for key, value in {**_SIZES, **family.settings}.items()

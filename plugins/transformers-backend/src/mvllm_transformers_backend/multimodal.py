@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mvllm.config.model import ModelConfig
-from mvllm.layers.context import BuildContext, ForwardStep
-from mvllm.layers.item_rows import replace_ids
-from mvllm.models.transformers_backend.encoders import TransformersEncoders
-from mvllm.models.transformers_backend.meta_model import MetaModel
-from mvllm.models.transformers_backend.meta_multimodal import MetaMultiModalModel
-from mvllm.models.transformers_backend.model import TransformersForCausalLM
+from mvllm.extension_api import BuildContext, ForwardStep, ModelConfig
+from mvllm.extension_api.multimodal_models import replace_ids
+from mvllm_transformers_backend.encoders import TransformersEncoders
+from mvllm_transformers_backend.meta_model import MetaModel
+from mvllm_transformers_backend.meta_multimodal import MetaMultiModalModel
+from mvllm_transformers_backend.model import TransformersForCausalLM
 
 
 class TransformersMultiModalForCausalLM(TransformersForCausalLM):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,19 @@ import pytest
 import torch
 import transformers
 
-from mvllm.config.families import find_architecture
 from mvllm.config.multimodal import MultiModalModel
-from mvllm.config.transformers_families import takes_items_through_transformers
 from mvllm.errors import ConfigError, ModelError
 from mvllm.models.registry import resolve_model_class
-from mvllm.models.transformers_backend.encoders import TransformersEncoders
-from mvllm.models.transformers_backend.multimodal import TransformersMultiModalForCausalLM
-from mvllm.models.transformers_backend.replacement_modules import LanguageModelStub
-from mvllm.models.transformers_backend.supported_classes import unsupported_reason
 from mvllm.models.weight_update import UnallocatedContext
+from mvllm_transformers_backend.encoders import TransformersEncoders
+from mvllm_transformers_backend.multimodal import TransformersMultiModalForCausalLM
+from mvllm_transformers_backend.replacement_modules import LanguageModelStub
+from mvllm_transformers_backend.supported_classes import unsupported_reason
 from tests.helpers.multimodal_zoo import FIRST_SPECIAL_ID, TEXT, make_checkpoint, save_model, zoo
 from tests.helpers.paged_driver import load_model, make_context, read_config
 from tests.helpers.thread_ranks import fake_group
 
+TRANSFORMERS = importlib.import_module("plugins.transformers-backend.tests.multimodal_zoo").TRANSFORMERS
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _GRID_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 64}
 
@@ -82,14 +82,14 @@ def test_models_that_need_more_than_merged_embeddings_are_refused(
 
 
 def test_stages_are_refused(tmp_path: Path) -> None:
-    folder = save_config(tmp_path, zoo()["llava_next-through"].config(), "LlavaNextForConditionalGeneration")
+    folder = save_config(tmp_path, TRANSFORMERS["llava_next-through"].config(), "LlavaNextForConditionalGeneration")
     assert "not cut into stages here. Use pipeline_parallel_size=1" in refusal(
         folder, ctx=make_context(pp=fake_group("pp", 0, 2))
     )
 
 
 def test_text_alone_needs_no_encoders(tmp_path: Path) -> None:
-    save_model(zoo()["llava_next-through"].config(), tmp_path)
+    save_model(TRANSFORMERS["llava_next-through"].config(), tmp_path)
     config = read_config(tmp_path, language_model_only=True)
     assert config.multimodal is None
     kind = resolve_model_class(config.architecture, config.model_impl)
@@ -153,14 +153,6 @@ def test_attention_to_encoders_is_refused(tmp_path: Path) -> None:
     text = {**TEXT, "pad_token_id": 0, "cross_attention_layers": [1], "rope_parameters": {"rope_theta": 1e4}}
     config = transformers.MllamaConfig(text_config=text, vision_config={"image_size": 28})
     assert "is not supported" in refusal(save_config(tmp_path, config, "MllamaForConditionalGeneration"))
-
-
-@pytest.mark.parametrize("architecture", ["Llama4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"])
-def test_a_native_class_that_takes_text_alone_is_not_given_transformers_encoders(architecture: str) -> None:
-    found = find_architecture(architecture)
-    assert found is not None and found.read_items is None
-    assert not takes_items_through_transformers(architecture, "auto")
-    assert takes_items_through_transformers(architecture, "transformers")
 
 
 def test_a_forced_model_has_transformers_encoders(tmp_path: Path) -> None:

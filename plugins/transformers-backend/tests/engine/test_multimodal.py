@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from mvllm import SamplingParams
+from tests.engine.test_items_with_other_weights import check_other_encoders
 from tests.helpers.audio_suite import AudioSuite
 from tests.helpers.multimodal_suite import (
     THREADS,
@@ -19,15 +23,17 @@ from tests.helpers.multimodal_suite import (
     names_of,
     oracle,
 )
+from tests.helpers.multimodal_zoo import MultiModalEntry
 
+zoo = importlib.import_module("plugins.transformers-backend.tests.multimodal_zoo").through_transformers
 NUM_TOKENS = 12
 IMAGES = ("llava", "qwen2_5_vl", "gemma3", "llava_next", "aya_vision", "vipllava")
 
 
 @pytest.mark.shows("tokens", impl="transformers")
-@pytest.mark.parametrize("name", names_of(*IMAGES, gate=True, model_impl="transformers"))
+@pytest.mark.parametrize("name", names_of(*IMAGES, gate=True, zoo=zoo))
 def test_requests_with_images_and_without_in_one_batch_and_a_chat(name: str) -> None:
-    expected = oracle(name)
+    expected = oracle(name, zoo)
     request = expected.requests[1]
     text, image = {"type": "text", "text": "What is this?"}, {"type": "image_pil", "image_pil": request.images[0]}
     with engine(expected.folder, **expected.settings) as llm:
@@ -45,6 +51,7 @@ def test_requests_with_images_and_without_in_one_batch_and_a_chat(name: str) -> 
 
 class ThroughTransformers(MultiModalSuite):
     shown_impl: ClassVar[str] = "transformers"
+    zoo: ClassVar[Callable[[], Mapping[str, MultiModalEntry]]] = staticmethod(zoo)
 
     @pytest.mark.shows("tp")
     def test_on_two_ranks(self, expected: MultiModalOracle) -> None:  # type: ignore[override]
@@ -55,9 +62,15 @@ class ThroughTransformers(MultiModalSuite):
 
 @pytest.mark.exhaustive
 class TestImages(ThroughTransformers):
-    names: ClassVar[list[str]] = names_of(*IMAGES, model_impl="transformers")
+    names: ClassVar[list[str]] = names_of(*IMAGES, zoo=zoo)
 
 
 @pytest.mark.exhaustive
 class TestSounds(ThroughTransformers, AudioSuite):
-    names: ClassVar[list[str]] = names_of("glmasr", model_impl="transformers")
+    names: ClassVar[list[str]] = names_of("glmasr", zoo=zoo)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["llava-through", "llava_next-through"])
+def test_images_are_encoded_again_with_new_weights_and_after_sleep(name: str, tmp_path: Path) -> None:
+    check_other_encoders(oracle(name, zoo), tmp_path)

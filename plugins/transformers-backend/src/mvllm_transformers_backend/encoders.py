@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mvllm.errors import ModelError
-from mvllm.models.item_encoder import Features, ItemEncoder
-from mvllm.models.transformers_backend.replacement_modules import LanguageModelStub
+from mvllm.extension_api import ModelError
+from mvllm.extension_api.multimodal_models import Features, ItemEncoder
+from mvllm_transformers_backend.replacement_modules import LanguageModelStub
 
 SPAN_IDS = "input_ids"
 """Name of the feature with the token ids of an item's span: int64 [length]."""

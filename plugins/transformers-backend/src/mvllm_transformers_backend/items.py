@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from mvllm.errors import RequestError
-from mvllm.multimodal.contents import ItemContent
-from mvllm.multimodal.item_families.interface import Features, ItemFamily
+from mvllm.extension_api import RequestError
+from mvllm.extension_api.multimodal_models import ItemContent, ItemFamily, ItemFeatures
 
 
 class ItemsOfTransformers(ItemFamily):
     """A base that stands before a family, or alone: all of the processor's features, and the token ids of the span."""
 
-    def process(self, modality: str, content: ItemContent, settings: dict[str, Any]) -> tuple[Features, str]:
+    def process(self, modality: str, content: ItemContent, settings: dict[str, Any]) -> tuple[ItemFeatures, str]:
         try:
             if getattr(self.processor, f"{modality}_token", None) is not None:
                 return super().process(modality, content, settings)
@@ -31,10 +30,10 @@ class ItemsOfTransformers(ItemFamily):
             parameter="multi_modal_data",
         )
 
-    def features_to_keep(self, modality: str, features: Features) -> Features:
+    def features_to_keep(self, modality: str, features: ItemFeatures) -> ItemFeatures:
         unused = {*self.processor.unused_input_names, "video_metadata"}
         return {name: value for name, value in features.items() if name not in unused}
 
-    def encoder_inputs(self, modality: str, features: Features, span_ids: Sequence[int]) -> Features:
+    def encoder_inputs(self, modality: str, features: ItemFeatures, span_ids: Sequence[int]) -> ItemFeatures:
         ids = np.asarray(span_ids, dtype=np.int64)
         return {**super().encoder_inputs(modality, features, span_ids), "input_ids": ids}

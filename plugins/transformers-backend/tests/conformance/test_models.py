@@ -6,6 +6,7 @@ sliding-window layers, and one with soft caps and a different embedding.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,15 +15,13 @@ import pytest
 from mvllm import LLM
 from tests.helpers import parity
 from tests.helpers.parity import BLOCK_SIZE, Oracle
-from tests.helpers.transformers_backend_zoo import TRANSFORMERS_BACKEND_ZOO, make_transformers_backend_checkpoint
 
+zoo = importlib.import_module("plugins.transformers-backend.tests.text_zoo")
 WHICH = (0, 1, 3, 4, 6, 9, 11, 12)
 """Prompts by their index in PROMPT_LENGTHS; five of them share prefixes."""
 NUM_TOKENS = 40
 EVERY_DAY = ("cohere2", "gemma2")
-NAMES = [
-    name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.exhaustive) for name in TRANSFORMERS_BACKEND_ZOO
-]
+NAMES = [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.exhaustive) for name in zoo.ZOO]
 
 
 def generate(llm: LLM, prompts: list[list[int]], **settings: object) -> list:
@@ -36,7 +35,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def expected(name: str, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    folder = make_transformers_backend_checkpoint(name, tmp_path_factory.mktemp("fallback"))
+    folder = zoo.make_checkpoint(name, tmp_path_factory.mktemp("fallback"))
     return parity.oracle_of(folder, parity.prompts_of(name, WHICH), NUM_TOKENS)
 
 
@@ -79,7 +78,7 @@ def test_preempted_and_recomputed(expected: Oracle) -> None:
 @pytest.mark.shows("tp", impl="transformers")
 @pytest.mark.parametrize("name", ["cohere2", "gpt_neox"])
 def test_processes_that_share_it_give_the_same(name: str, tmp_path: Path) -> None:
-    folder = make_transformers_backend_checkpoint(name, tmp_path)
+    folder = zoo.make_checkpoint(name, tmp_path)
     expected = parity.oracle_of(folder, parity.prompts_of(name, WHICH), NUM_TOKENS)
     with parity.engine(folder, model_impl="transformers", skip_tokenizer_init=True, tensor_parallel_size=2) as llm:
         parity.check(expected, generate(llm, expected.prompts))
