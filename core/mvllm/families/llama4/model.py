@@ -26,7 +26,7 @@ from mvllm.layers.norm import RMSNorm
 from mvllm.layers.query_temperature import QueryTemperature
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.layers.rotary_attention import RotaryAttention
-from mvllm.layers.transposed_moe import TransposedMoE
+from mvllm.layers.stacked_moe import StackedMoE
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions, norm_eps
 from mvllm.models.moe_config import check_activation
@@ -189,8 +189,15 @@ class Llama4ForCausalLM(LlamaForCausalLM):
             return GatedMLP(ctx, name, hidden_size, size, "silu", bias=False)
         size, count = hf.positive_int("intermediate_size", 8192), hf.positive_int("num_local_experts", 16)
         is_stacked = hf.get("stacked_experts", ctx.quantization is None or ctx.quantization.quantizes_on_load)
-        experts = TransposedMoE(
-            ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=1, is_stacked=bool(is_stacked)
+        experts = StackedMoE(
+            ctx,
+            f"{name}.experts",
+            hidden_size,
+            size,
+            num_experts=count,
+            top_k=1,
+            transposed=True,
+            is_stacked=bool(is_stacked),
         )
         shared = GatedMLP(ctx, f"{name}.shared_expert", hidden_size, size, "silu", bias=False)
         return Llama4MoE(ctx, f"{name}.router", experts, shared, hf.positive_int("num_experts_per_tok", 1))

@@ -13,7 +13,6 @@ from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters, rope_settings
 from mvllm.families.deepseek.model import DeepseekV2ForCausalLM
 from mvllm.layers.context import BuildContext
-from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.layers.stacked_moe import StackedMoE
@@ -46,11 +45,19 @@ class Mistral4ForCausalLM(TextPart, DeepseekV2ForCausalLM):
         count, size = hf.positive_int("n_routed_experts"), hf.positive_int("moe_intermediate_size")
         routing = self.routing()
         shared_size = size * hf.positive_int("n_shared_experts", 1)
-        kind: type[StackedMoE] | type[FusedMoE] = StackedMoE if hf.get("stacked_experts", True) else FusedMoE
+        is_stacked = bool(hf.get("stacked_experts", True))
         return SparseMoeBlock(
             ctx,
             f"{name}.gate",
-            kind(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=routing.top_k),
+            StackedMoE(
+                ctx,
+                f"{name}.experts",
+                hidden_size,
+                size,
+                num_experts=count,
+                top_k=routing.top_k,
+                is_stacked=is_stacked,
+            ),
             routing,
             shared_experts=shared_mlp(self.config, ctx, f"{name}.shared_experts", shared_size),
         )
