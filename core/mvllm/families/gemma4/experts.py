@@ -19,11 +19,11 @@ from mvllm.errors import ModelError
 from mvllm.layers.activation import ACTIVATIONS
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import ReplicatedLinear
-from mvllm.layers.norm import RMSNorm, whole_tensor_target
+from mvllm.layers.norm import RMSNorm
 from mvllm.layers.rotary import CosSinRows
 from mvllm.layers.routing import Routing
 from mvllm.layers.stacked_moe import StackedMoE
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.layers.weight_target import WeightTarget, whole_tensor_target
 from mvllm.models.llama import LlamaLayer, LlamaOptions, norm_eps
 from mvllm.models.moe_config import num_experts
 

@@ -62,16 +62,7 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
         hf, name = self.config.hf_config, f"model.layers.{layer}.self_attn"
         linear = _linear_attn_config(hf)
         if self._has_attention(layer):
-            shape = MLAConfig(
-                hidden_size=self.config.hidden_size,
-                num_heads=self.config.num_heads,
-                q_lora_rank=hf.positive_int("q_lora_rank") if "q_lora_rank" in hf else None,
-                kv_lora_rank=hf.positive_int("kv_lora_rank"),
-                qk_nope_head_dim=hf.positive_int("qk_nope_head_dim"),
-                qk_rope_head_dim=hf.positive_int("qk_rope_head_dim"),
-                v_head_dim=hf.positive_int("v_head_dim"),
-                bias=bool(hf.get("attention_bias", False)),
-            )
+            shape = MLAConfig.from_config(self.config)
             return MLAAttention(ctx, name, shape, None)
         sizes = KimiDeltaConfig(
             self.config.hidden_size,

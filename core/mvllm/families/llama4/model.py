@@ -6,7 +6,6 @@ Global layers have no positional encoding; their queries have a factor that grow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +21,11 @@ from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import GatedMLP
-from mvllm.layers.norm import RMSNorm
+from mvllm.layers.norm import UnitRMSNorm
 from mvllm.layers.query_temperature import QueryTemperature
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.layers.rotary_attention import RotaryAttention
 from mvllm.layers.stacked_moe import StackedMoE
-from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions, norm_eps
 from mvllm.models.moe_config import check_activation
 from mvllm.models.text_part import TextPart
@@ -78,19 +76,6 @@ class LayerKinds:
             ),
             tuple(layer in with_experts for layer in range(count)),
         )
-
-
-class UnitRMSNorm(RMSNorm):
-    """An RMSNorm whose weight is one, and is not in the checkpoint."""
-
-    def __init__(self, ctx: BuildContext, hidden_size: int, eps: float) -> None:
-        super().__init__(ctx, "", hidden_size, eps)
-        del self.weight
-        self.weight: Any = ctx.place(torch.ones(hidden_size, dtype=ctx.dtype, device=ctx.device), None)
-
-    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """None."""
-        return iter(())
 
 
 class Llama4Attention(nn.Module):

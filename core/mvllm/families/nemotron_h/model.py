@@ -26,6 +26,7 @@ from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.layer_kinds import ATTENTION, layer_kinds
+from mvllm.models.mamba2 import Mamba2ForCausalLM, SingleBlockLayer
 from mvllm.models.mamba_hybrid import MAMBA, OLD_NAMES, time_step_limit
 from mvllm.models.module_names import ModuleNames
 
@@ -49,61 +50,29 @@ class NemotronHAttention(nn.Module):
         return self.output(self.attention(*self.qkv.split(x), step))
 
 
-class NemotronHLayer(nn.Module):
-    """One block with a norm before it, on a residual stream."""
-
-    def __init__(self, config: ModelConfig, ctx: BuildContext, layer: int, kind: str) -> None:
-        super().__init__()
-        name, eps = f"model.layers.{layer}", _eps(config)
-        self.norm = RMSNorm(ctx, f"{name}.norm", config.hidden_size, eps)
-        self.reads_step = kind in (MAMBA, ATTENTION)
-        name = f"{name}.mixer"
-        self.mixer: nn.Module
-        if kind == MAMBA:
-            self.mixer = Mamba2Mixer(ctx, name, mamba2_config(config))
-        elif kind == ATTENTION:
-            self.mixer = NemotronHAttention(config, ctx, name)
-        else:
-            self.mixer = _mlp(config, ctx, name, "intermediate_size") if kind == "mlp" else _moe(config, ctx, name)
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: ForwardStep
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes and returns the last block's output and the residual stream without that output."""
-        x, residual = self.norm.add_norm(x, residual)
-        return self.mixer(x, step) if self.reads_step else self.mixer(x), residual
-
-
-class NemotronHForCausalLM(CausalLM):
+class NemotronHForCausalLM(Mamba2ForCausalLM):
     """`NemotronHForCausalLM` of Hugging Face checkpoints, without the multi-token-prediction layers."""
 
+    root = "model"
+    layer_names = CausalLM.layer_names
     first_stage_names = ("model.embeddings.",)
     last_stage_names = ("model.norm_f.",)
     ignored_names = re.compile(r"^mtp\.")
     module_names = ModuleNames({"backbone": "model"})
 
-    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
-        super().__init__(config, ctx)
-        kinds = block_kinds(config)
-        self.embeddings = self._build_embedding(ctx, "model.embeddings", config.hidden_size)
-        self.layers = nn.ModuleList(NemotronHLayer(config, ctx, i, kinds[i]) for i in self._layer_numbers())
-        self.norm = RMSNorm(ctx, "model.norm_f", config.hidden_size, _eps(config)) if self.stage.is_last else None
-        self.lm_head = self._build_head(ctx, "model.embeddings", config.hidden_size, self.embeddings)
+    def norm_eps(self) -> float:
+        return _eps(self.config)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        step: ForwardStep,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        x = intermediate if self.embeddings is None else self.merge_items(self.embeddings(input_ids), step)
-        assert x is not None, "every pipeline stage but the first needs `intermediate`"
-        residual = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, step)
-        assert residual is not None
-        return x + residual if self.norm is None else self.norm.add_norm(x, residual)[0]
+    def build_layer(self, ctx: BuildContext, name: str, layer: int) -> SingleBlockLayer:
+        config, kind = self.config, block_kinds(self.config)[layer]
+        norm = RMSNorm(ctx, f"{name}.norm", config.hidden_size, self.norm_eps())
+        name = f"{name}.mixer"
+        if kind == MAMBA:
+            return SingleBlockLayer(norm, Mamba2Mixer(ctx, name, mamba2_config(config)))
+        if kind == ATTENTION:
+            return SingleBlockLayer(norm, NemotronHAttention(config, ctx, name))
+        block = _mlp(config, ctx, name, "intermediate_size") if kind == "mlp" else _moe(config, ctx, name)
+        return SingleBlockLayer(norm, block, reads_step=False)
 
 
 class LatentExperts(nn.Module):
