@@ -23,7 +23,7 @@ from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.layer_kinds import ATTENTION, layer_kinds
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions, norm_eps
 from mvllm.models.module_names import ModuleNames
-from mvllm.models.moe_config import check_activation, shared_mlp
+from mvllm.models.moe_config import check_activation, has_dense_mlp, shared_mlp
 
 _ROUTED_SCALE = 2.446
 
@@ -111,15 +111,11 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
 
     def _is_dense(self, layer: int) -> bool:
         hf = self.config.hf_config
-        kinds = hf.get("mlp_layer_types")
-        if kinds is None:
-            return layer < hf.get("first_k_dense_replace", 1) or layer % hf.positive_int("moe_layer_freq", 1) != 0
-        if not isinstance(kinds, list) or len(kinds) != self.config.num_layers or not set(kinds) <= {"dense", "sparse"}:
-            raise ModelError(
-                f"{hf.source}: mlp_layer_types should name dense or sparse for each of the {self.config.num_layers} "
-                f"layers, found {kinds}."
-            )
-        return bool(kinds[layer] == "dense")
+
+        def is_dense(number: int) -> bool:
+            return number < hf.get("first_k_dense_replace", 1) or number % hf.positive_int("moe_layer_freq", 1) != 0
+
+        return has_dense_mlp(self.config, layer, is_dense)
 
 
 def _linear_attn_config(hf: HFConfig) -> HFConfig:

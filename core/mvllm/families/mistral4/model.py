@@ -18,7 +18,7 @@ from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.layers.stacked_moe import StackedMoE
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 from mvllm.models.ministral3 import query_scaling
-from mvllm.models.moe_config import check_activation, shared_mlp
+from mvllm.models.moe_config import check_activation, grouped_routing, shared_mlp
 from mvllm.models.text_part import TextPart
 
 
@@ -64,12 +64,4 @@ class Mistral4ForCausalLM(TextPart, DeepseekV2ForCausalLM):
 
     def routing(self) -> Routing:
         """Softmax routing, limited to the groups with the best two-score sums."""
-        hf = self.config.hf_config
-        return Routing(
-            hf.positive_int("num_experts_per_tok", 4),
-            normalize=bool(hf.get("norm_topk_prob", True)),
-            scale=hf.positive_number("routed_scaling_factor", 1.0),
-            num_groups=hf.positive_int("n_group", 1),
-            top_groups=hf.positive_int("topk_group", 1),
-            group_by="best_two",
-        )
+        return grouped_routing(self.config.hf_config, "softmax", top_k=4)

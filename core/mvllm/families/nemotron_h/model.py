@@ -22,13 +22,13 @@ from mvllm.layers.linear import QKVLinear, ReplicatedLinear, RowParallelLinear
 from mvllm.layers.mamba2_mixer import Mamba2Config, Mamba2Mixer
 from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import RMSNorm
-from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.layer_kinds import ATTENTION, layer_kinds
 from mvllm.models.mamba2 import Mamba2ForCausalLM, SingleBlockLayer
 from mvllm.models.mamba_hybrid import MAMBA, OLD_NAMES, time_step_limit
 from mvllm.models.module_names import ModuleNames
+from mvllm.models.moe_config import grouped_routing
 
 _KINDS = {"M": MAMBA, "*": ATTENTION, "-": "mlp", "E": "moe"}
 
@@ -154,24 +154,15 @@ def _moe(config: ModelConfig, ctx: BuildContext, name: str) -> SparseMoeBlock:
     latent_size, size = hf.get("moe_latent_size"), hf.positive_int("moe_intermediate_size")
     if latent_size and hf.get("mlp_bias", False):
         raise ModelError(f"{hf.source}: 'moe_latent_size' is not supported together with 'mlp_bias'.")
-    count, top_k = hf.positive_int("n_routed_experts"), hf.positive_int("num_experts_per_tok", 2)
+    routing = grouped_routing(hf, "sigmoid", top_k=2)
     experts = UngatedMoE(
         ctx,
         f"{name}.experts",
         hf.positive_int("moe_latent_size", hidden_size),
         size,
         hf.get("mlp_hidden_act", "relu2"),
-        num_experts=count,
-        top_k=top_k,
-    )
-    routing = Routing(
-        top_k,
-        "sigmoid",
-        normalize=bool(hf.get("norm_topk_prob", True)),
-        scale=hf.positive_number("routed_scaling_factor", 1.0),
-        num_groups=hf.positive_int("n_group", 1),
-        top_groups=hf.positive_int("topk_group", 1),
-        group_by="best_two",
+        num_experts=hf.positive_int("n_routed_experts"),
+        top_k=routing.top_k,
     )
     return SparseMoeBlock(
         ctx,
