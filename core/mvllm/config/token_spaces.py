@@ -12,7 +12,7 @@ without the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,6 @@ class TokenSpace:
         first, stop = self.first, self.stop
         return [token_id - first for token_id in token_ids if first <= token_id < stop]
 
-
-TokenSpaces = Mapping[str, TokenSpace]
 
 ReadSpaces = Callable[[HFConfig, int, HFConfig], dict[str, TokenSpace]]
 """Reads the spaces of a family from its config, the size of the text vocabulary, and `generation_config.json`."""

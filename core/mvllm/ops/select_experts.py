@@ -11,7 +11,6 @@ import torch
 from mvllm.ops.schema import OpSchema
 
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
-GROUP_SCORES = ("best", "best_two")
 
 
 def select_experts(

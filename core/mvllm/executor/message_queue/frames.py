@@ -10,11 +10,8 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from mvllm.executor.message_queue.errors import QueueCorruptError
-
-Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 ALIGNMENT = 64
 _PAD, _MASK = ALIGNMENT - 1, -ALIGNMENT  # x + _PAD & _MASK is x rounded up
