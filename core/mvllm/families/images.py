@@ -16,11 +16,13 @@ def _llava(hf: HFConfig) -> MultiModalModel | None:
     vision = vision_config(hf)
     if vision is None:
         return None
-    side = vision.positive_int("image_size", 224) // vision.positive_int("patch_size", 16)
+    most = None
+    if vision.get("model_type") != "pixtral":
+        most = (vision.positive_int("image_size", 224) // vision.positive_int("patch_size", 16)) ** 2 + 1
     return MultiModalModel(
         placeholders={"image": image_token_id(hf, 32_000)},
         embedding_width=hf.positive_int("hidden_size"),
-        max_encoded=None if vision.get("model_type") == "pixtral" else side**2 + 1,
+        max_encoded=most,
     )
 
 
