@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ContractError
 from mvllm.families.gpt_oss.experts import GptOssExperts
-from mvllm.families.nemotron_h.ungated_moe import UngatedMoE
+from mvllm.families.nemotron_h.model import UngatedMoE
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix, staging
 from mvllm.layers.quantization.rtn_matrix import RTNMatrix, pack_nibbles, unpack_nibbles

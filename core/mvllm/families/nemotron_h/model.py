@@ -15,9 +15,10 @@ from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
-from mvllm.families.nemotron_h.ungated_moe import UngatedMoE
+from mvllm.layers.activation import ACTIVATIONS
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.linear import QKVLinear, ReplicatedLinear, RowParallelLinear
 from mvllm.layers.mamba2_mixer import Mamba2Config, Mamba2Mixer
 from mvllm.layers.mlp import MLP
@@ -29,6 +30,7 @@ from mvllm.models.mamba2 import Mamba2ForCausalLM, SingleBlockLayer
 from mvllm.models.mamba_hybrid import MAMBA, OLD_NAMES, time_step_limit
 from mvllm.models.module_names import ModuleNames
 from mvllm.models.moe_config import grouped_routing
+from mvllm.ops.moe import UNGATED_ACTIVATIONS
 
 _KINDS = {"M": MAMBA, "*": ATTENTION, "-": "mlp", "E": "moe"}
 
@@ -73,6 +75,55 @@ class NemotronHForCausalLM(Mamba2ForCausalLM):
             return SingleBlockLayer(norm, NemotronHAttention(config, ctx, name))
         block = _mlp(config, ctx, name, "intermediate_size") if kind == "mlp" else _moe(config, ctx, name)
         return SingleBlockLayer(norm, block, reads_step=False)
+
+
+class UngatedMoE(FusedMoE):
+    """Experts down(f(up(x))), which stay quantized if the platform supports `quantized_ungated_moe`.
+
+    Args:
+        ctx: Build context.
+        name: The checkpoint module whose children `0`, `1`, ... are the experts, with up_proj and down_proj.
+        hidden_size, intermediate_size: Outer and inner size of one expert.
+        act: The activation f, by its name in checkpoints.
+        num_experts, top_k: Number of experts, and experts per token.
+
+    Raises:
+        ModelError: The activation is not supported in experts.
+    """
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        act: str,
+        *,
+        num_experts: int,
+        top_k: int,
+    ) -> None:
+        activation = ACTIVATIONS.get(act, act)
+        if activation not in UNGATED_ACTIVATIONS:
+            raise ModelError(
+                f"{name}: the activation {act!r} is not supported in experts without a gate. Supported: "
+                f"{', '.join(key for key, value in ACTIVATIONS.items() if value in UNGATED_ACTIVATIONS)}."
+            )
+        super().__init__(
+            ctx,
+            name,
+            hidden_size,
+            intermediate_size,
+            num_experts=num_experts,
+            top_k=top_k,
+            names=("up_proj", "down_proj"),
+            op="ungated_moe",
+            activation=activation,
+        )
+        self._activation = activation
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """As FusedMoE.forward."""
+        return self._moe(x, self.gate_up, self.down, ids, weights, self._activation)
 
 
 class LatentExperts(nn.Module):
