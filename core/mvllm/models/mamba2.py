@@ -35,7 +35,7 @@ class SingleBlockLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes and returns the last block's output and the residual stream without that output."""
         x, residual = self.norm.add_norm(x, residual)
-        return self.mixer(x, step) if self._reads_step else self.mixer(x), residual
+        return self.mixer(x, None, step) if self._reads_step else self.mixer(x), residual
 
 
 class Mamba2ForCausalLM(CausalLM):

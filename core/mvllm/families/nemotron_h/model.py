@@ -47,7 +47,7 @@ class NemotronHAttention(nn.Module):
         self.output = RowParallelLinear(ctx, f"{name}.o_proj", config.num_heads * head_size, hidden_size, bias=bias)
         self.attention = Attention(ctx, self.qkv.heads, head_size, head_size**-0.5)
 
-    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: None, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         return self.output(self.attention(*self.qkv.split(x), step))
 
