@@ -33,11 +33,6 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
 
     module_names = ModuleNames({"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"})
 
-    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
-        super().__init__(config, ctx)
-        # Nothing is rotated: a table of one row replaces that of all positions.
-        self.rotary = RotaryEmbedding(ctx, self.rotary.rope, 1)
-
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
         """No positional encoding: the delta attention depends on the order of the tokens."""
@@ -54,7 +49,8 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
                 "'sigmoid' only."
             )
         check_activation(hf, "experts and delta attention")
-        return LlamaOptions(eps=hf.positive_number("rms_norm_eps", 1e-5))
+        nope = frozenset(range(config.num_layers))
+        return LlamaOptions(eps=hf.positive_number("rms_norm_eps", 1e-5), nope_layers=nope)
 
     def build_attention(
         self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
