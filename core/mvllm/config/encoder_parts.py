@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from mvllm.config.hf_config import HFConfig
+from mvllm.config.model_family import ReadItems
+from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import ModelError
 
 
@@ -45,3 +47,28 @@ def token_id(hf: HFConfig, keys: tuple[str, ...], default: int) -> int:
     if type(value) is not int or value < 0:
         raise ModelError(f"{hf.source}: {key!r} should be a token id, found {value!r}.")
     return value
+
+
+def image_items_reader(image_id: int, video_id: int | None = None, *, frames_are_images: bool = False) -> ReadItems:
+    """`Architecture.read_items` of a family whose config.json does not bound the rows of an image.
+
+    Args:
+        image_id, video_id: transformers' defaults of the token ids of images and videos; None: it takes no videos.
+        frames_are_images: The family takes videos, whose frames are marked as images are.
+    """
+
+    def read(hf: HFConfig) -> MultiModalModel | None:
+        if vision_config(hf) is None:
+            return None
+        placeholders = {"image": image_token_id(hf, image_id)}
+        if frames_are_images:
+            placeholders["video"] = placeholders["image"]
+        elif video_id is not None:
+            placeholders["video"] = video_token_id(hf, video_id)
+        return MultiModalModel(
+            placeholders=placeholders,
+            embedding_width=hf.positive_int("hidden_size"),
+            written_as={"video": "<video>"} if frames_are_images else {},
+        )
+
+    return read

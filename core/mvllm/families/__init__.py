@@ -31,8 +31,9 @@ _RECORDS = {
     "gpt_oss.family": ("GptOssForCausalLM", "gpt_oss"),
     "images": (
         "LlavaForConditionalGeneration LlavaOnevisionForConditionalGeneration Gemma3ForConditionalGeneration "
-        "Mistral3ForConditionalGeneration",
-        "llava llava_onevision gemma3 mistral3",
+        "Mistral3ForConditionalGeneration Idefics3ForConditionalGeneration SmolVLMForConditionalGeneration "
+        "InternVLForConditionalGeneration Lfm2VlForConditionalGeneration",
+        "llava llava_onevision gemma3 mistral3 idefics3 smolvlm internvl lfm2_vl",
     ),
     "kimi_linear.family": ("KimiLinearForCausalLM", "kimi_linear"),
     "llama4.family": ("Llama4ForCausalLM Llama4ForConditionalGeneration", "llama4 llama4_text"),
@@ -47,11 +48,6 @@ _RECORDS = {
         "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration "
         "Qwen3VLMoeForConditionalGeneration ColQwen2ForRetrieval",
         "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text",
-    ),
-    "tiles": (
-        "Idefics3ForConditionalGeneration SmolVLMForConditionalGeneration InternVLForConditionalGeneration "
-        "Lfm2VlForConditionalGeneration",
-        "idefics3 smolvlm internvl lfm2_vl",
     ),
     "whisper.family": ("WhisperForConditionalGeneration", "whisper"),
 }

@@ -186,12 +186,18 @@ class KVCacheManager:
                 named = [*keys, ("engine", self._engine_key)]  # in another engine the adapter may have other weights
         if self.enable_caching:
             root = request_root_hash(self._root, named)
-            return BlockTable(token_ids, root, sys.maxsize, self.num_groups, keys, items)
-        if sibling_group is not None:
+            table = BlockTable(token_ids, root, sys.maxsize, self.num_groups, keys, items)
+        elif sibling_group is not None:
             keys.append(("sibling_group", sibling_group))
             root = request_root_hash(self._root, [*named, keys[-1]] if named is not keys else keys)
-            return BlockTable(token_ids, root, len(token_ids), self.num_groups, keys, items)
-        return BlockTable(token_ids, None, 0, self.num_groups)
+            table = BlockTable(token_ids, root, len(token_ids), self.num_groups, keys, items)
+        else:
+            table = BlockTable(token_ids, None, 0, self.num_groups)
+        self._add_state(table, has_siblings=sibling_group is not None)
+        return table
+
+    def _add_state(self, table: BlockTable, *, has_siblings: bool) -> None:
+        """Gives a new table the slots of its sequence state. Default: there are no states."""
 
     def get_computed_blocks(self, table: BlockTable) -> list[int]:
         """The longest cached prefix, as far as later tokens attend to it. No side effects.

@@ -11,7 +11,6 @@ from mvllm.kv_cache.host_tier import HostTier
 from mvllm.kv_cache.kv_cache_manager import CachedPrefix, KVCacheManager
 from mvllm.kv_cache.request_state_slots import RequestStateSlots
 from mvllm.kv_cache.state_slots import LEAST_DISTANCE, StateSlots
-from mvllm.messages.multimodal import ItemSpan
 
 
 class StateKVCacheManager(KVCacheManager):
@@ -69,29 +68,8 @@ class StateKVCacheManager(KVCacheManager):
         """Fraction of the blocks or of the state slots that requests use, whichever is larger."""
         return max(super().usage, 1.0 - self.states.num_free / self.states.num_slots)
 
-    def make_table(
-        self,
-        token_ids: list[int],
-        *,
-        cache_salt: str | None = None,
-        position_key: int = 0,
-        sibling_group: str | None = None,
-        adapter_keys: Sequence[tuple[str, str]] = (),
-        items: Sequence[ItemSpan] = (),
-        adapter_hash: str | None = None,
-    ) -> BlockTable:
-        """As in KVCacheManager."""
-        table = super().make_table(
-            token_ids,
-            cache_salt=cache_salt,
-            position_key=position_key,
-            sibling_group=sibling_group,
-            adapter_keys=adapter_keys,
-            items=items,
-            adapter_hash=adapter_hash,
-        )
-        table.state = RequestStateSlots(len(token_ids), has_siblings=sibling_group is not None)
-        return table
+    def _add_state(self, table: BlockTable, *, has_siblings: bool) -> None:
+        table.state = RequestStateSlots(len(table.token_ids), has_siblings=has_siblings)
 
     def get_computed_blocks(self, table: BlockTable) -> list[int]:
         """The longest cached prefix that ends at a snapshot, see KVCacheManager. No side effects."""

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from mvllm.layers.context import BuildContext
-from mvllm.layers.norm import whole_tensor_target
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.layers.weight_target import WeightTarget, whole_tensor_target
 
 
 class CheckpointTensor(nn.Module):

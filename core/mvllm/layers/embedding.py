@@ -19,7 +19,7 @@ from mvllm.layers.linear import resolve_linear_op, unloaded_linear_op
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.quantized_matrix import Lookup, Product, QuantizedMatrix
 from mvllm.layers.quantization.rtn_matrix import float_targets
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.layers.weight_target import WeightTarget, whole_tensor_target
 from mvllm.ops.registry import ResolvedOp
 
 
@@ -44,8 +44,7 @@ class Embedding(nn.Module):
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and their targets on this rank."""
-        whole = tuple(slice(0, size) for size in self.weight.shape)
-        yield f"{self.name}.weight", WeightTarget(self.weight, tuple(self.weight.shape), whole, whole)
+        yield whole_tensor_target(f"{self.name}.weight", self.weight)
 
 
 class VocabShard(nn.Module):

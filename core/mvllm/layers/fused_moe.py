@@ -10,7 +10,7 @@ quantized checkpoint are dequantized after loading, and online quantization does
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,19 +27,21 @@ from mvllm.layers.weight_target import WeightTarget
 
 
 class FusedMoE(nn.Module):
-    """Experts with a gate, each with three separate matrices.
+    """Experts of two or three separate matrices each.
 
     Args:
         ctx: Build context.
         name: The checkpoint module whose children `0`, `1`, ... are the experts.
         hidden_size, intermediate_size: Outer and inner size of one expert.
         num_experts, top_k: Number of experts, and experts per token.
-        names: Checkpoint names of gate, up and down of an expert.
-        op: The operation for floats: `moe`, or `gelu_tanh_moe`, whose experts are always dequantized.
+        names: Checkpoint names of gate, up and down of an expert, or of up and down if it has no gate.
+        op: The operation for floats: `moe`, `ungated_moe`, or `gelu_tanh_moe`, whose experts are always dequantized.
+        op_facts: Further facts of that operation and of its form for quantized experts.
 
     Attributes:
-        gate_up: [num_experts, 2 · size, hidden_size], where `size` is this rank's part of the inner size; after loading
-            the result of the op provider's `prepare`. None before that if the experts stay quantized.
+        gate_up: [num_experts, 2 · size, hidden_size], where `size` is this rank's part of the inner size; up alone,
+            [num_experts, size, hidden_size], if the experts have no gate. After loading the result of the op provider's
+            `prepare`. None before that if the experts stay quantized.
         down: [num_experts, hidden_size, size], likewise.
         stays_quantized: Whether the experts' weights are not converted to floats.
     """
@@ -56,8 +58,9 @@ class FusedMoE(nn.Module):
         *,
         num_experts: int,
         top_k: int,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
         op: str = "moe",
+        **op_facts: object,
     ) -> None:
         super().__init__()
         self.hidden_size, self.num_experts = hidden_size, num_experts
@@ -66,28 +69,31 @@ class FusedMoE(nn.Module):
         self.partitions: Mapping[str, int] = {} if num_experts % ctx.num_devices else {"gate_up": 0, "down": 0}
         self._place = ctx.place
         sizes = {"num_experts": num_experts, "top_k": top_k, "hidden_size": hidden_size, "intermediate_size": size}
-        self._op = ctx.op(op, **sizes)
-        gate_name, up_name, down_name = names
-        outer = slice(0, hidden_size)
+        facts = {**sizes, **op_facts}
+        self._op = ctx.op(op, **facts)
+        *upper_names, down_name = names
+        outer, num_rows = slice(0, hidden_size), len(upper_names) * size
         self._layouts: list[tuple[MatrixLayout, MatrixLayout]] = []
         for e in range(num_experts):
-            upper = Part(f"{name}.{e}.{gate_name}", intermediate_size, band, slice(0, size))
-            lower = Part(f"{name}.{e}.{up_name}", intermediate_size, band, slice(size, 2 * size))
-            outwards = Part(f"{name}.{e}.{down_name}", hidden_size, outer, outer)
+            upper = tuple(
+                Part(f"{name}.{e}.{matrix}", intermediate_size, band, slice(i * size, (i + 1) * size))
+                for i, matrix in enumerate(upper_names)
+            )
+            lower = Part(f"{name}.{e}.{down_name}", hidden_size, outer, outer)
             self._layouts.append(
                 (
-                    MatrixLayout((upper, lower), hidden_size, outer, 2 * size, is_expert=True),
-                    MatrixLayout((outwards,), intermediate_size, band, hidden_size, is_expert=True),
+                    MatrixLayout(upper, hidden_size, outer, num_rows, is_expert=True),
+                    MatrixLayout((lower,), intermediate_size, band, hidden_size, is_expert=True),
                 )
             )
-        resolve = partial(quantized_moe_op, ctx, floats=self._op, facts=sizes) if op == "moe" else None
-        self._quantized = QuantizedExperts(ctx, self._layouts, resolve)
+        resolve = partial(quantized_moe_op, ctx, floats=self._op, facts=facts, gated=op == "moe")
+        self._quantized = QuantizedExperts(ctx, self._layouts, None if op == "gelu_tanh_moe" else resolve)
         self.stays_quantized = self._quantized.op is not None
         if self._quantized.op is not None:
             self._moe, self.gate_up, self.down = self._quantized.op.function, None, None
             return
         self._moe = self._op.function
-        self.gate_up = ctx.parameter(num_experts, 2 * size, hidden_size)
+        self.gate_up = ctx.parameter(num_experts, num_rows, hidden_size)
         self.down = ctx.parameter(num_experts, hidden_size, size)
         for which, parameter in enumerate(("gate_up", "down")):
             if all(self._quantized.matrix(e, which) is not None for e in range(num_experts)):

@@ -33,6 +33,7 @@ from mvllm.layers.activation import ACTIVATIONS, activation
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import Linear, RowParallelLinear, shard_slice
 from mvllm.layers.matrix_layout import Part
+from mvllm.layers.rotary import CosSinRows
 from mvllm.layers.short_conv import CausalConv1d
 from mvllm.layers.state import SequenceState
 from mvllm.layers.weight_target import WeightTarget
@@ -191,8 +192,8 @@ class Mamba2Mixer(nn.Module):
             ),
         )
 
-    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """[T, hidden_size] to [T, hidden_size]; reads and writes the state of the step's requests."""
+    def forward(self, x: torch.Tensor, angles: CosSinRows | None, step: ForwardStep) -> torch.Tensor:
+        """[T, hidden_size] to [T, hidden_size]; updates the step's states. `angles` are not used."""
         conv_state, ssm_state = self.cache.state
         arguments = self.cache.arguments(step)
         projected = self.in_proj(x)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
@@ -61,7 +62,26 @@ class MLAConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    bias: bool = False
+    bias: bool
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> MLAConfig:
+        """The sizes in config.json.
+
+        Raises:
+            ModelError: A key is missing or invalid.
+        """
+        hf = config.hf_config
+        return cls(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            q_lora_rank=hf.positive_int("q_lora_rank") if "q_lora_rank" in hf else None,
+            kv_lora_rank=hf.positive_int("kv_lora_rank"),
+            qk_nope_head_dim=hf.positive_int("qk_nope_head_dim"),
+            qk_rope_head_dim=hf.positive_int("qk_rope_head_dim"),
+            v_head_dim=hf.positive_int("v_head_dim"),
+            bias=bool(hf.get("attention_bias", False)),
+        )
 
 
 class MLAAttention(nn.Module):

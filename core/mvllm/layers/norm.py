@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,13 +11,7 @@ from torch import nn
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import HeadShard, RowParallelLinear
-from mvllm.layers.weight_target import WeightTarget
-
-
-def whole_tensor_target(name: str, parameter: nn.Parameter) -> tuple[str, WeightTarget]:
-    """The target of a parameter that one whole checkpoint tensor fills."""
-    whole = tuple(slice(0, size) for size in parameter.shape)
-    return name, WeightTarget(parameter, tuple(parameter.shape), whole, whole)
+from mvllm.layers.weight_target import WeightTarget, whole_tensor_target
 
 
 class RMSNorm(nn.Module):
@@ -75,6 +70,19 @@ class GemmaRMSNorm(RMSNorm):
     def prepare_weights(self) -> None:
         """Adds the one once, after loading."""
         self.weight.add_(1.0)
+
+
+class UnitRMSNorm(RMSNorm):
+    """An RMSNorm whose weight is one, and is not in the checkpoint."""
+
+    def __init__(self, ctx: BuildContext, hidden_size: int, eps: float) -> None:
+        super().__init__(ctx, "", hidden_size, eps)
+        del self.weight
+        self.weight: Any = ctx.place(torch.ones(hidden_size, dtype=ctx.dtype, device=ctx.device), None)
+
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """None."""
+        return iter(())
 
 
 class FullWidthQKNorm(nn.Module):

@@ -14,9 +14,8 @@ from torch import nn
 
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import resolve_linear_op, unloaded_linear_op
-from mvllm.layers.norm import whole_tensor_target
 from mvllm.layers.quantization.quantized_matrix import Product
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.layers.weight_target import WeightTarget, whole_tensor_target
 
 
 class PatchEmbedding(nn.Module):

@@ -168,38 +168,26 @@ def quantized_moe_op(
     floats: ResolvedOp,
     facts: dict[str, Any],
     *,
+    gated: bool = True,
     clamped: bool = False,
 ) -> ResolvedOp | None:
-    """The operation `quantized_moe` for weights of these formats; None if no provider has it, or it must not be used.
+    """The operation for experts with weights of these formats; None if no provider has it, or it must not be used.
 
     Args:
         ctx: Build context.
         gate_up, down: Result of `expert_facts`, equal for all experts.
         floats: The operation for dequantized weights.
         facts: The facts of `floats`.
+        gated: Whether the experts have a gate: `quantized_moe`, else `quantized_ungated_moe`.
         clamped: Whether there are biases and clamped gates.
     """
     if gate_up is None or down is None or gate_up[0] != down[0] or ctx.num_devices > 1:
         return None
-    formats = {"linear": gate_up[0], "gate_up": gate_up[1], "down": down[1]}
-    op = ctx.op("quantized_moe", **facts, **formats, bias=clamped, clamped=clamped)
-    return op if op.may_replace(floats) else None
-
-
-def quantized_ungated_moe_op(
-    ctx: BuildContext, up: ExpertFacts | None, down: ExpertFacts | None, floats: ResolvedOp, facts: dict[str, Any]
-) -> ResolvedOp | None:
-    """The operation `quantized_ungated_moe`, likewise.
-
-    Args:
-        ctx: Build context.
-        up, down: Result of `expert_facts`, equal for all experts.
-        floats: The operation `ungated_moe` for dequantized weights.
-        facts: The facts of `floats`.
-    """
-    if up is None or down is None or up[0] != down[0] or ctx.num_devices > 1:
-        return None
-    op = ctx.op("quantized_ungated_moe", **facts, linear=up[0], up=up[1], down=down[1])
+    facts = {**facts, "linear": gate_up[0], "down": down[1]}
+    if gated:
+        op = ctx.op("quantized_moe", **facts, gate_up=gate_up[1], bias=clamped, clamped=clamped)
+    else:
+        op = ctx.op("quantized_ungated_moe", **facts, up=gate_up[1])
     return op if op.may_replace(floats) else None
 
 

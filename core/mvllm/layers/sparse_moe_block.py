@@ -10,9 +10,8 @@ from torch import nn
 
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import ReplicatedLinear, leave_sums_to_caller
-from mvllm.layers.norm import whole_tensor_target
 from mvllm.layers.routing import Routing
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.layers.weight_target import WeightTarget, whole_tensor_target
 
 
 class Experts(Protocol):

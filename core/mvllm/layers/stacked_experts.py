@@ -31,7 +31,7 @@ from mvllm.layers.quantization.quantized_matrix import (
 )
 from mvllm.layers.quantization.rtn_matrix import rounded
 from mvllm.layers.quantized_experts import ReadOnce
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.layers.weight_target import WeightTarget, whole
 from mvllm.ops.block_formats import BLOCK_FORMATS
 from mvllm.ops.block_quantized_linear import BlockQuantizedPart, BlockQuantizedWeight
 from mvllm.ops.quantized_moe import ExpertWeight
@@ -156,8 +156,7 @@ class StackedMXFP4(QuantizedStack):
     def targets(self) -> Targets:
         for suffix, (shape, source) in self._tensors().items():
             parameter = self._stored[suffix]
-            whole = tuple(slice(0, size) for size in parameter.shape)
-            yield f"{self.sizes.name}.{suffix}", WeightTarget(parameter, shape, source, whole)
+            yield f"{self.sizes.name}.{suffix}", WeightTarget(parameter, shape, source, whole(parameter))
 
     def gate_up(self, expert: int) -> BlockQuantizedWeight:
         blocks = as_blocks(*self._packed("gate_up", expert))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 
@@ -33,3 +34,13 @@ class WeightTarget:
     source: tuple[slice, ...]
     destination: tuple[slice | int | None, ...]
     transpose: bool = False
+
+
+def whole(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """The slices of a whole tensor."""
+    return tuple(slice(0, size) for size in tensor.shape)
+
+
+def whole_tensor_target(name: str, parameter: nn.Parameter) -> tuple[str, WeightTarget]:
+    """The target of a parameter that one whole checkpoint tensor fills."""
+    return name, WeightTarget(parameter, tuple(parameter.shape), whole(parameter), whole(parameter))

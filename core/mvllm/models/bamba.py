@@ -10,9 +10,10 @@ from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters
 from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext
+from mvllm.layers.mamba2_mixer import Mamba2Mixer
 from mvllm.layers.rotary import RotaryEmbedding
 from mvllm.models.llama import LayerNorms, LlamaForCausalLM, LlamaOptions
-from mvllm.models.mamba_hybrid import MambaBlock, mamba2_config
+from mvllm.models.mamba_hybrid import mamba2_config
 from mvllm.models.module_names import ModuleNames
 
 
@@ -42,4 +43,4 @@ class BambaForCausalLM(LlamaForCausalLM):
             )
         if layer in attention:
             return super().build_attention(ctx, options, rotary, layer)
-        return MambaBlock(ctx, f"model.layers.{layer}.mamba", mamba2_config(self.config))
+        return Mamba2Mixer(ctx, f"model.layers.{layer}.mamba", mamba2_config(self.config))

@@ -76,7 +76,7 @@ class ParallelMixers(nn.Module):
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
-        mamba = _scaled(self.mamba(_scaled(x, self._mamba_in), step), self._mamba_out)
+        mamba = _scaled(self.mamba(_scaled(x, self._mamba_in), angles, step), self._mamba_out)
         attention = self.attention(_scaled(x, self._attention_in), angles, step)
         return mamba + _scaled(attention, self._attention_out)
 

@@ -40,7 +40,7 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
         check_activation(hf)
         count, top_k = hf.positive_int("num_local_experts", 8), hf.positive_int("num_experts_per_tok", 2)
         name, size = f"{name}.block_sparse_moe", hf.positive_int("intermediate_size")
-        experts: FusedMoE | StackedMoE
+        experts: FusedMoE
         if fused:
             names = "input_linear.weight", "output_linear.weight"
             experts = StackedMoE(ctx, name, hidden_size, size, num_experts=count, top_k=top_k, names=names)

@@ -12,11 +12,12 @@ from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.layers.context import BuildContext
+from mvllm.layers.mamba2_mixer import Mamba2Mixer
 from mvllm.layers.rotary import RotaryEmbedding
 from mvllm.models.granite_moe import GraniteMoeForCausalLM
 from mvllm.models.layer_kinds import layer_kinds
 from mvllm.models.llama import LlamaOptions
-from mvllm.models.mamba_hybrid import MAMBA, OLD_NAMES, MambaBlock, mamba2_config
+from mvllm.models.mamba_hybrid import MAMBA, OLD_NAMES, mamba2_config
 
 
 class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
@@ -36,5 +37,5 @@ class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
         self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
     ) -> nn.Module:
         if layer_kinds(self.config, MAMBA, old_names=OLD_NAMES)[layer] == MAMBA:
-            return MambaBlock(ctx, f"model.layers.{layer}.mamba", mamba2_config(self.config))
+            return Mamba2Mixer(ctx, f"model.layers.{layer}.mamba", mamba2_config(self.config))
         return super().build_attention(ctx, options, rotary, layer)

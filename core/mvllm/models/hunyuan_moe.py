@@ -1,4 +1,4 @@
-"""Hunyuan with experts: Llama with norms on queries and keys after the rotary embedding, and a shared expert."""
+"""Hunyuan with experts: the dense models with routed experts and a shared expert in every layer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from mvllm.layers.context import BuildContext
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
-from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
+from mvllm.models.hunyuan import HunYuanDenseV1ForCausalLM
+from mvllm.models.llama import LlamaOptions
 from mvllm.models.moe_config import check_activation, shared_mlp
 
 
-class HunYuanMoEV1ForCausalLM(LlamaForCausalLM):
+class HunYuanMoEV1ForCausalLM(HunYuanDenseV1ForCausalLM):
     """`HunYuanMoEV1ForCausalLM` of Hugging Face checkpoints."""
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """The attention has biases on all its projections or on none.
+        """As of the dense models.
 
         Raises:
             ModelError: Layers share keys and values (`use_cla`), which is not supported.
@@ -28,15 +29,7 @@ class HunYuanMoEV1ForCausalLM(LlamaForCausalLM):
         hf = config.hf_config
         if hf.get("use_cla", False):
             raise ModelError(f"{hf.source}: use_cla is set: attention across layers is not supported.")
-        bias = bool(hf.get("attention_bias", False))
-        return LlamaOptions(
-            qkv_bias=bias,
-            output_bias=bias,
-            qk_norm=True,
-            qk_norm_names=("query_layernorm", "key_layernorm"),
-            qk_norm_last=True,
-            eps=hf.positive_number("rms_norm_eps", 1e-5),
-        )
+        return super().options(config)
 
     def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
         """Sizes and numbers of experts may be given for each layer."""

@@ -220,13 +220,15 @@ class LlamaForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx)
         self.family = options = self.options(config)
+        # Where no layer rotates anything, a table of one row replaces that of all positions.
+        num_positions = 1 if len(options.nope_layers) == config.num_layers else config.max_model_len
 
         def rotary(rope: RopeParameters) -> RotaryEmbedding:
             multimodal = config.multimodal
             return RotaryEmbedding(
                 ctx,
                 rope,
-                config.max_model_len,
+                num_positions,
                 interleaved=options.interleaved_rotary,
                 query_scaling=options.query_scaling,
                 sections=None if multimodal is None else multimodal.rope_sections,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -16,41 +17,60 @@ from mvllm.models.causal_lm import CausalLM, layer_norm_epsilon
 from mvllm.models.mamba_hybrid import time_step_limit
 
 
-class Mamba2Layer(nn.Module):
-    """A norm and a Mamba-2 mixer on a residual stream."""
+class SingleBlockLayer(nn.Module):
+    """A norm and one block, such as a Mamba-2 mixer, on a residual stream.
 
-    def __init__(self, config: ModelConfig, ctx: BuildContext, layer: int) -> None:
+    Args:
+        norm: The norm before the block.
+        mixer: The block.
+        reads_step: Whether the block takes the step: attention and layers with a state do.
+    """
+
+    def __init__(self, norm: RMSNorm, mixer: nn.Module, *, reads_step: bool = True) -> None:
         super().__init__()
-        name = f"backbone.layers.{layer}"
-        self.norm = RMSNorm(ctx, f"{name}.norm", config.hidden_size, layer_norm_epsilon(config))
-        self.mixer = Mamba2Mixer(ctx, f"{name}.mixer", mixer_config(config))
+        self.norm, self.mixer, self._reads_step = norm, mixer, reads_step
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: ForwardStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes and returns the last mixer's output and the residual stream without that output."""
+        """Takes and returns the last block's output and the residual stream without that output."""
         x, residual = self.norm.add_norm(x, residual)
-        return self.mixer(x, step), residual
+        return self.mixer(x, None, step) if self._reads_step else self.mixer(x), residual
 
 
 class Mamba2ForCausalLM(CausalLM):
-    """`Mamba2ForCausalLM` of Hugging Face checkpoints."""
+    """`Mamba2ForCausalLM` of Hugging Face checkpoints. Subclasses have other blocks.
 
+    Attributes:
+        root: The module that holds the embeddings, layers and last norm.
+    """
+
+    root: ClassVar[str] = "backbone"
     layer_names = re.compile(r"backbone\.layers\.(\d+)\.")
     first_stage_names = ("backbone.embeddings.",)
     last_stage_names = ("backbone.norm_f.",)
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx)
-        name, size = "backbone.embeddings", config.hidden_size
+        name, size, eps = f"{self.root}.embeddings", config.hidden_size, self.norm_eps()
         self.embeddings = self._build_embedding(ctx, name, size)
-        self.layers = nn.ModuleList(Mamba2Layer(config, ctx, layer) for layer in self._layer_numbers())
-        eps = layer_norm_epsilon(config)
-        self.norm_f = RMSNorm(ctx, "backbone.norm_f", size, eps) if self.stage.is_last else None
+        self.layers = nn.ModuleList(
+            self.build_layer(ctx, f"{self.root}.layers.{layer}", layer) for layer in self._layer_numbers()
+        )
+        self.norm = RMSNorm(ctx, f"{self.root}.norm_f", size, eps) if self.stage.is_last else None
         self.lm_head = self._build_head(ctx, name, size, self.embeddings)
 
+    def norm_eps(self) -> float:
+        """Epsilon of the norms."""
+        return layer_norm_epsilon(self.config)
+
+    def build_layer(self, ctx: BuildContext, name: str, layer: int) -> SingleBlockLayer:
+        """The layer of a number; `name` is its checkpoint module."""
+        norm = RMSNorm(ctx, f"{name}.norm", self.config.hidden_size, self.norm_eps())
+        return SingleBlockLayer(norm, Mamba2Mixer(ctx, f"{name}.mixer", mixer_config(self.config)))
+
     def model_name(self, name: str) -> str:
-        return name.replace("backbone.embedding.", "backbone.embeddings.")
+        return super().model_name(name).replace("backbone.embedding.", "backbone.embeddings.")
 
     def forward(
         self,
@@ -64,9 +84,9 @@ class Mamba2ForCausalLM(CausalLM):
         residual = None
         for layer in self.layers:
             x, residual = layer(x, residual, step)
-        if self.norm_f is None:
+        if self.norm is None:
             return x if residual is None else residual + x
-        return self.norm_f.add_norm(x, residual)[0]
+        return self.norm.add_norm(x, residual)[0]
 
 
 def mixer_config(config: ModelConfig) -> Mamba2Config:

@@ -1,41 +1,18 @@
-"""Helpers for decoders that mix attention with Mamba-2 layers: settings of config.json, and the layer itself."""
+"""Settings in config.json of decoders that mix attention with Mamba-2 layers."""
 
 from __future__ import annotations
 
 import math
 
-import torch
-from torch import nn
-
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
-from mvllm.layers.context import BuildContext, ForwardStep
-from mvllm.layers.mamba2_mixer import Mamba2Config, Mamba2Mixer
-from mvllm.layers.rotary import CosSinRows
+from mvllm.layers.mamba2_mixer import Mamba2Config
 from mvllm.models.layer_kinds import ATTENTION
 
 MAMBA = "linear_attention"
 OLD_NAMES = {"mamba": MAMBA, "attention": ATTENTION}
 """Names of kinds of layers in the first checkpoints."""
-
-
-class MambaBlock(nn.Module):
-    """A Mamba-2 layer in the place of the attention of a LlamaLayer.
-
-    Args:
-        ctx: Build context.
-        name: The checkpoint module.
-        config: Sizes and options.
-    """
-
-    def __init__(self, ctx: BuildContext, name: str, config: Mamba2Config) -> None:
-        super().__init__()
-        self.mixer = Mamba2Mixer(ctx, name, config)
-
-    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
-        """[T, hidden_size] to [T, hidden_size]."""
-        return self.mixer(x, step)
 
 
 def mamba2_config(config: ModelConfig, *, norm: bool = True, norm_before_gate: bool = False) -> Mamba2Config:

@@ -31,11 +31,6 @@ _NORM_EPS = 1e-5  # of the gated delta net; independent of rms_norm_eps
 class OlmoHybridForCausalLM(Olmo2ForCausalLM):
     """`OlmoHybridForCausalLM` of Hugging Face checkpoints."""
 
-    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
-        super().__init__(config, ctx)
-        if self.family.nope_layers:  # a table of one row replaces that of all positions
-            self.rotary = RotaryEmbedding(ctx, self.rotary.rope, 1)
-
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
         """OLMo 2's, with another default of `rms_norm_eps`, and without rotary embedding in some checkpoints."""

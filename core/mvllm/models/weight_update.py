@@ -33,7 +33,6 @@ from mvllm.layers.embedding import LMHead, VocabEmbedding
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.linear import Linear
 from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
-from mvllm.layers.stacked_moe import StackedMoE
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.weight_loader import check_tensors, match_names, targets_as_stored
@@ -45,7 +44,6 @@ _WRITTEN_DIRECTLY: dict[type[nn.Module], tuple[str, ...]] = {
     LMHead: ("weight",),
     VocabEmbedding: ("weight",),
     FusedMoE: ("gate_up", "down"),
-    StackedMoE: ("gate_up", "down"),
 }
 """Modules whose `prepare_weights` leaves these weights as they are if they are parameters afterwards."""
 

@@ -22,7 +22,7 @@ from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_indexer import SparseConfig
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
-from mvllm.models.moe_config import check_activation, shared_mlp
+from mvllm.models.moe_config import check_activation, grouped_routing, has_dense_mlp, shared_mlp
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
@@ -40,17 +40,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     def build_attention(
         self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
     ) -> nn.Module:
-        hf = self.config.hf_config
-        shape = MLAConfig(
-            hidden_size=self.config.hidden_size,
-            num_heads=self.config.num_heads,
-            q_lora_rank=hf.positive_int("q_lora_rank") if "q_lora_rank" in hf else None,
-            kv_lora_rank=hf.positive_int("kv_lora_rank"),
-            qk_nope_head_dim=hf.positive_int("qk_nope_head_dim"),
-            qk_rope_head_dim=hf.positive_int("qk_rope_head_dim"),
-            v_head_dim=hf.positive_int("v_head_dim"),
-            bias=bool(hf.get("attention_bias", False)),
-        )
+        shape = MLAConfig.from_config(self.config)
         return MLAAttention(ctx, f"model.layers.{layer}.self_attn", shape, rotary, self.sparse_attention(layer))
 
     def sparse_attention(self, layer: int) -> SparseConfig | None:
@@ -92,16 +82,8 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer has no experts: `mlp_layer_types`, or else the first `first_k_dense_replace` layers."""
-        hf = self.config.hf_config
-        types = hf.get("mlp_layer_types")
-        if types is None:
-            return bool(layer < hf.get("first_k_dense_replace", self.dense_layers))
-        if not isinstance(types, list) or len(types) != self.config.num_layers or not {*types} <= {"dense", "sparse"}:
-            raise ModelError(
-                f"{hf.source}: mlp_layer_types should name dense or sparse for each of the {self.config.num_layers} "
-                f"layers, found {types!r}."
-            )
-        return bool(types[layer] == "dense")
+        first = self.config.hf_config.get("first_k_dense_replace", self.dense_layers)
+        return has_dense_mlp(self.config, layer, lambda number: bool(number < first))
 
     def routing(self) -> Routing:
         """Softmax routing; with `group_limited_greedy` limited to the groups with the best experts.
@@ -131,16 +113,7 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
     def routing(self) -> Routing:
         """Sigmoid routing with a correction bias, limited to the groups with the best two-score sums."""
-        hf, (scale, num_groups, top_groups) = self.config.hf_config, self.routing_defaults
-        return Routing(
-            hf.positive_int("num_experts_per_tok"),
-            "sigmoid",
-            normalize=bool(hf.get("norm_topk_prob", True)),
-            scale=hf.positive_number("routed_scaling_factor", scale),
-            num_groups=hf.positive_int("n_group", num_groups),
-            top_groups=hf.positive_int("topk_group", top_groups),
-            group_by="best_two",
-        )
+        return grouped_routing(self.config.hf_config, "sigmoid", defaults=self.routing_defaults)
 
     def ignores(self, name: str) -> bool:
         layer = self.layer_names.match(name)

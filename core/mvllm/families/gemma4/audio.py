@@ -17,12 +17,12 @@ from torch import nn
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
-from mvllm.families.gemma4.encoder_layers import ClippedProjection, PlainNorm
+from mvllm.families.gemma4.encoder_layers import ClippedProjection
 from mvllm.layers.activation import activation
 from mvllm.layers.checkpoint_tensor import CheckpointTensor
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import ReplicatedLinear
-from mvllm.layers.norm import RMSNorm
+from mvllm.layers.norm import RMSNorm, UnitRMSNorm
 
 _EPS = 1e-6
 _LONGEST_PERIOD = 10_000.0
@@ -62,7 +62,7 @@ class Gemma4AudioTower(nn.Module):
         self.layers = nn.ModuleList(_Layer(ctx, f"{_TOWER}.layers.{i}", audio) for i in range(count))
         inner = audio.positive_int("output_proj_dims", 1536)
         self.output = ReplicatedLinear(ctx, f"{_TOWER}.output_proj", size, inner, bias=True)
-        self.norm = PlainNorm(ctx, inner, eps)
+        self.norm = UnitRMSNorm(ctx, inner, eps)
         self.projection = ReplicatedLinear(ctx, "embed_audio.embedding_projection", inner, out_size, bias=False)
 
     def forward(self, spectrogram: torch.Tensor) -> torch.Tensor:

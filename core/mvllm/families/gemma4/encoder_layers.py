@@ -1,4 +1,4 @@
-"""Layers of the encoders of Gemma 4: norms without weight, and projections that limit the range of their values."""
+"""Layers of the encoders of Gemma 4: projections that limit the range of their values."""
 
 from __future__ import annotations
 
@@ -10,19 +10,6 @@ from torch import nn
 from mvllm.layers.checkpoint_tensor import CheckpointTensor
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import ColumnParallelLinear
-
-
-class PlainNorm(nn.Module):
-    """An RMS norm without weight."""
-
-    def __init__(self, ctx: BuildContext, size: int, eps: float) -> None:
-        super().__init__()
-        self._norm, self._eps = ctx.op("rms_norm", hidden_size=size).function, eps
-        self._ones = torch.ones(size, dtype=ctx.dtype, device=ctx.device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., size], normalised."""
-        return self._norm(x, self._ones, self._eps)
 
 
 class ClippedProjection(nn.Module):

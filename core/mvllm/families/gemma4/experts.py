@@ -18,13 +18,12 @@ from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
 from mvllm.layers.activation import ACTIVATIONS
 from mvllm.layers.context import BuildContext, ForwardStep
-from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.linear import ReplicatedLinear
-from mvllm.layers.norm import RMSNorm, whole_tensor_target
+from mvllm.layers.norm import RMSNorm
 from mvllm.layers.rotary import CosSinRows
 from mvllm.layers.routing import Routing
 from mvllm.layers.stacked_moe import StackedMoE
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.layers.weight_target import WeightTarget, whole_tensor_target
 from mvllm.models.llama import LlamaLayer, LlamaOptions, norm_eps
 from mvllm.models.moe_config import num_experts
 
@@ -89,8 +88,16 @@ class Gemma4Experts(nn.Module):
         self.expert_scale = ctx.floats(torch.float32).parameter(count)
         self.norm = RMSNorm(ctx, f"{name}.pre_feedforward_layernorm_2", size, eps)
         inner = hf.positive_int("moe_intermediate_size")
-        kind: type[StackedMoE] | type[FusedMoE] = StackedMoE if hf.get("stacked_experts", True) else FusedMoE
-        self.experts = kind(ctx, f"{name}.experts", size, inner, num_experts=count, top_k=top_k, op="gelu_tanh_moe")
+        self.experts = StackedMoE(
+            ctx,
+            f"{name}.experts",
+            size,
+            inner,
+            num_experts=count,
+            top_k=top_k,
+            op="gelu_tanh_moe",
+            is_stacked=bool(hf.get("stacked_experts", True)),
+        )
         self.result_norm = RMSNorm(ctx, f"{name}.post_feedforward_layernorm_2", size, eps)
         facts = {"top_k": top_k, "scores": routing.scores, "num_groups": routing.num_groups}
         self._select_experts = ctx.op("select_experts", num_experts=count, **facts).function

@@ -13,10 +13,10 @@ from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.embedding import VocabEmbedding
 from mvllm.layers.linear import ColumnParallelLinear, HeadShard, QKVLinear, ReplicatedLinear, RowParallelLinear
-from mvllm.layers.norm import RMSNorm, whole_tensor_target
+from mvllm.layers.norm import RMSNorm, UnitRMSNorm
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.layers.rotary_attention import RotaryAttention
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.layers.weight_target import WeightTarget, whole_tensor_target
 from mvllm.models.llama import LlamaOptions, norm_eps
 
 
@@ -66,9 +66,7 @@ class Gemma4Attention(nn.Module):
         names = (f"{name}.q_proj", f"{name}.k_proj", values)
         self.qkv = QKVLinear(ctx, names, hidden_size, heads, num_kv_heads, head_size, bias=options.qkv_bias)
         self.k_norm = RMSNorm(ctx, f"{name}.k_norm", head_size, eps)
-        self._v_norm = ctx.op("rms_norm", hidden_size=head_size).function
-        self._ones = ctx.place(torch.ones(head_size, dtype=ctx.dtype, device=ctx.device), None)
-        self._eps = eps
+        self.v_norm = UnitRMSNorm(ctx, head_size, eps)
         # Images attend in both directions in the layers with a window only.
         has_spans = config.has_non_causal_spans and window is not None
         self.attention = Attention(
@@ -81,8 +79,7 @@ class Gemma4Attention(nn.Module):
         if self.qkv is None:
             return self.output(self._attend_to_shared(x, angles, step))
         query, key, value = self.qkv.split(x)
-        value = self._v_norm(value, self._ones, self._eps)
-        return self.output(self._rotary_attention(angles, query, key, value, step))
+        return self.output(self._rotary_attention(angles, query, key, self.v_norm(value), step))
 
     def _attend_to_shared(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         assert self.query is not None, "a layer without keys and values has queries"

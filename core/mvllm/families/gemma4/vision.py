@@ -17,13 +17,13 @@ from torch import nn
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.families.gemma4.audio import Gemma4AudioTower
-from mvllm.families.gemma4.encoder_layers import ClippedProjection, PlainNorm
+from mvllm.families.gemma4.encoder_layers import ClippedProjection
 from mvllm.layers.activation import gated_activation
 from mvllm.layers.checkpoint_tensor import CheckpointTensor
 from mvllm.layers.context import BuildContext
 from mvllm.layers.encoder_attention import PackedAttention
 from mvllm.layers.linear import ReplicatedLinear
-from mvllm.layers.norm import RMSNorm
+from mvllm.layers.norm import RMSNorm, UnitRMSNorm
 from mvllm.layers.patch_embedding import PatchEmbedding
 from mvllm.models.item_encoder import Features, ItemEncoder
 from mvllm.models.multimodal_model import MultiModalCausalLM
@@ -75,7 +75,7 @@ class Gemma4Encoder(ItemEncoder):
             CheckpointTensor(ctx, f"{_TOWER}.{name}", size) if vision.get("standardize", False) else None
             for name in ("std_bias", "std_scale")
         )
-        self.norm = PlainNorm(ctx, size, vision.positive_number("rms_norm_eps", 1e-6))
+        self.norm = UnitRMSNorm(ctx, size, vision.positive_number("rms_norm_eps", 1e-6))
         projection = "embed_vision.embedding_projection"
         self.projection = ReplicatedLinear(ctx, projection, size, config.hidden_size, bias=False)
 
@@ -147,7 +147,7 @@ class _Layer(nn.Module):
         self.input_norm, self.attention_norm = norm("input_layernorm"), norm("post_attention_layernorm")
         self.mlp_norm, self.mlp_result_norm = norm("pre_feedforward_layernorm"), norm("post_feedforward_layernorm")
         self.q_norm, self.k_norm = norm("self_attn.q_norm", head_size), norm("self_attn.k_norm", head_size)
-        self.v_norm = PlainNorm(ctx, head_size, eps)
+        self.v_norm = UnitRMSNorm(ctx, head_size, eps)
         names = [f"{name}.self_attn.{each}_proj" for each in "qkv"]
         widths = [count * head_size for count in (heads, kv_heads, kv_heads)]
         self.qkv = ClippedProjection(ctx, names, size, widths, clips)

@@ -23,7 +23,7 @@ FAMILY = ModelFamily(
             f"{_FOLDER}.glm4v:Glm4vForConditionalGeneration", read_items=_read_4v, items=_ITEMS
         ),
         "Glm46VForConditionalGeneration": Architecture(
-            f"{_FOLDER}.glm4v:Glm46VForConditionalGeneration", read_items=_read_4v, items=_ITEMS
+            f"{_FOLDER}.glm4v:Glm4vForConditionalGeneration", read_items=_read_4v, items=_ITEMS
         ),
         "Glm4vMoeForConditionalGeneration": Architecture(
             f"{_FOLDER}.glm4v:Glm4vMoeForConditionalGeneration", read_items=_read_4v_moe, items=_ITEMS

@@ -14,7 +14,7 @@ from mvllm.models.llama import LlamaOptions
 
 
 class Glm4vForConditionalGeneration(GridModel, Glm4ForCausalLM):
-    """`Glm4vForConditionalGeneration` of Hugging Face checkpoints."""
+    """`Glm4vForConditionalGeneration` and `Glm46VForConditionalGeneration` of Hugging Face checkpoints."""
 
     tower = Glm4vTower
 
@@ -28,10 +28,6 @@ class Glm4vForConditionalGeneration(GridModel, Glm4ForCausalLM):
             eps=hf.positive_number("rms_norm_eps", 1e-5),
             rope=RopeParameters.from_config(hf, config.head_size, partial=1.0),
         )
-
-
-class Glm46VForConditionalGeneration(Glm4vForConditionalGeneration):
-    """`Glm46VForConditionalGeneration` of Hugging Face checkpoints."""
 
 
 class Glm4vMoeForConditionalGeneration(GridModel, Glm4MoeForCausalLM):

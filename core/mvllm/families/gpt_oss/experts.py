@@ -21,12 +21,11 @@ from torch import nn
 from mvllm.errors import ConfigError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import shard_slice
-from mvllm.layers.norm import whole_tensor_target
 from mvllm.layers.quantization.block_quantization import BlockQuantization
 from mvllm.layers.quantization.mxfp4 import MXFP4
 from mvllm.layers.quantized_experts import prepared_experts, quantized_moe_op
 from mvllm.layers.stacked_experts import ExpertStack, StackedMXFP4, quantized_stack
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.layers.weight_target import WeightTarget, whole_tensor_target
 
 
 class GptOssExperts(nn.Module):

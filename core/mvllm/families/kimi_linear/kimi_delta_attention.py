@@ -22,11 +22,10 @@ from torch import nn
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, shard_slice
 from mvllm.layers.matrix_layout import Part
-from mvllm.layers.norm import whole_tensor_target
 from mvllm.layers.rotary import CosSinRows
 from mvllm.layers.short_conv import CausalConv1d
 from mvllm.layers.state import SequenceState
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.layers.weight_target import WeightTarget, whole_tensor_target
 from mvllm.platform.state import StateTensor
 
 

@@ -23,7 +23,7 @@ from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.layer_kinds import ATTENTION, layer_kinds
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions, norm_eps
 from mvllm.models.module_names import ModuleNames
-from mvllm.models.moe_config import check_activation, shared_mlp
+from mvllm.models.moe_config import check_activation, has_dense_mlp, shared_mlp
 
 _ROUTED_SCALE = 2.446
 
@@ -32,11 +32,6 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
     """`KimiLinearForCausalLM` of Hugging Face checkpoints, with DeepSeek's names of modules."""
 
     module_names = ModuleNames({"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"})
-
-    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
-        super().__init__(config, ctx)
-        # Nothing is rotated: a table of one row replaces that of all positions.
-        self.rotary = RotaryEmbedding(ctx, self.rotary.rope, 1)
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
@@ -54,7 +49,8 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
                 "'sigmoid' only."
             )
         check_activation(hf, "experts and delta attention")
-        return LlamaOptions(eps=hf.positive_number("rms_norm_eps", 1e-5))
+        nope = frozenset(range(config.num_layers))
+        return LlamaOptions(eps=hf.positive_number("rms_norm_eps", 1e-5), nope_layers=nope)
 
     def build_attention(
         self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
@@ -62,16 +58,7 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
         hf, name = self.config.hf_config, f"model.layers.{layer}.self_attn"
         linear = _linear_attn_config(hf)
         if self._has_attention(layer):
-            shape = MLAConfig(
-                hidden_size=self.config.hidden_size,
-                num_heads=self.config.num_heads,
-                q_lora_rank=hf.positive_int("q_lora_rank") if "q_lora_rank" in hf else None,
-                kv_lora_rank=hf.positive_int("kv_lora_rank"),
-                qk_nope_head_dim=hf.positive_int("qk_nope_head_dim"),
-                qk_rope_head_dim=hf.positive_int("qk_rope_head_dim"),
-                v_head_dim=hf.positive_int("v_head_dim"),
-                bias=bool(hf.get("attention_bias", False)),
-            )
+            shape = MLAConfig.from_config(self.config)
             return MLAAttention(ctx, name, shape, None)
         sizes = KimiDeltaConfig(
             self.config.hidden_size,
@@ -120,15 +107,11 @@ class KimiLinearForCausalLM(LlamaForCausalLM):
 
     def _is_dense(self, layer: int) -> bool:
         hf = self.config.hf_config
-        kinds = hf.get("mlp_layer_types")
-        if kinds is None:
-            return layer < hf.get("first_k_dense_replace", 1) or layer % hf.positive_int("moe_layer_freq", 1) != 0
-        if not isinstance(kinds, list) or len(kinds) != self.config.num_layers or not set(kinds) <= {"dense", "sparse"}:
-            raise ModelError(
-                f"{hf.source}: mlp_layer_types should name dense or sparse for each of the {self.config.num_layers} "
-                f"layers, found {kinds}."
-            )
-        return bool(kinds[layer] == "dense")
+
+        def is_dense(number: int) -> bool:
+            return number < hf.get("first_k_dense_replace", 1) or number % hf.positive_int("moe_layer_freq", 1) != 0
+
+        return has_dense_mlp(self.config, layer, is_dense)
 
 
 def _linear_attn_config(hf: HFConfig) -> HFConfig:

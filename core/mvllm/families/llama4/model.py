@@ -6,7 +6,6 @@ Global layers have no positional encoding; their queries have a factor that grow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,11 +22,10 @@ from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import GatedMLP
-from mvllm.layers.norm import RMSNorm
+from mvllm.layers.norm import UnitRMSNorm
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.layers.rotary_attention import RotaryAttention
-from mvllm.layers.transposed_moe import TransposedMoE
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.layers.stacked_moe import StackedMoE
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions, norm_eps
 from mvllm.models.moe_config import check_activation
 from mvllm.models.text_part import TextPart
@@ -78,19 +76,6 @@ class LayerKinds:
             ),
             tuple(layer in with_experts for layer in range(count)),
         )
-
-
-class UnitRMSNorm(RMSNorm):
-    """An RMSNorm whose weight is one, and is not in the checkpoint."""
-
-    def __init__(self, ctx: BuildContext, hidden_size: int, eps: float) -> None:
-        super().__init__(ctx, "", hidden_size, eps)
-        del self.weight
-        self.weight: Any = ctx.place(torch.ones(hidden_size, dtype=ctx.dtype, device=ctx.device), None)
-
-    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """None."""
-        return iter(())
 
 
 class QueryTemperature(nn.Module):
@@ -225,8 +210,15 @@ class Llama4ForCausalLM(LlamaForCausalLM):
             return GatedMLP(ctx, name, hidden_size, size, "silu", bias=False)
         size, count = hf.positive_int("intermediate_size", 8192), hf.positive_int("num_local_experts", 16)
         is_stacked = hf.get("stacked_experts", ctx.quantization is None or ctx.quantization.quantizes_on_load)
-        experts = TransposedMoE(
-            ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=1, is_stacked=bool(is_stacked)
+        experts = StackedMoE(
+            ctx,
+            f"{name}.experts",
+            hidden_size,
+            size,
+            num_experts=count,
+            top_k=1,
+            transposed=True,
+            is_stacked=bool(is_stacked),
         )
         shared = GatedMLP(ctx, f"{name}.shared_expert", hidden_size, size, "silu", bias=False)
         return Llama4MoE(ctx, f"{name}.router", experts, shared, hf.positive_int("num_experts_per_tok", 1))

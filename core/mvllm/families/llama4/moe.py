@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from mvllm.layers.context import BuildContext
+from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.linear import ReplicatedLinear, leave_sums_to_caller
 from mvllm.layers.routing import Routing
-from mvllm.layers.transposed_moe import TransposedMoE
 
 
 class Llama4MoE(nn.Module):
@@ -32,9 +32,7 @@ class Llama4MoE(nn.Module):
         ModelError: There are fewer experts than `top_k`.
     """
 
-    def __init__(
-        self, ctx: BuildContext, router: str, experts: TransposedMoE, shared_expert: nn.Module, top_k: int
-    ) -> None:
+    def __init__(self, ctx: BuildContext, router: str, experts: FusedMoE, shared_expert: nn.Module, top_k: int) -> None:
         super().__init__()
         scores, best = Routing(top_k, "sigmoid"), Routing(top_k, "softmax_of_chosen")
         scores.check(experts.num_experts)

@@ -13,13 +13,12 @@ from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters, rope_settings
 from mvllm.families.deepseek.model import DeepseekV2ForCausalLM
 from mvllm.layers.context import BuildContext
-from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.layers.stacked_moe import StackedMoE
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 from mvllm.models.ministral3 import query_scaling
-from mvllm.models.moe_config import check_activation, shared_mlp
+from mvllm.models.moe_config import check_activation, grouped_routing, shared_mlp
 from mvllm.models.text_part import TextPart
 
 
@@ -46,23 +45,23 @@ class Mistral4ForCausalLM(TextPart, DeepseekV2ForCausalLM):
         count, size = hf.positive_int("n_routed_experts"), hf.positive_int("moe_intermediate_size")
         routing = self.routing()
         shared_size = size * hf.positive_int("n_shared_experts", 1)
-        kind: type[StackedMoE] | type[FusedMoE] = StackedMoE if hf.get("stacked_experts", True) else FusedMoE
+        is_stacked = bool(hf.get("stacked_experts", True))
         return SparseMoeBlock(
             ctx,
             f"{name}.gate",
-            kind(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=routing.top_k),
+            StackedMoE(
+                ctx,
+                f"{name}.experts",
+                hidden_size,
+                size,
+                num_experts=count,
+                top_k=routing.top_k,
+                is_stacked=is_stacked,
+            ),
             routing,
             shared_experts=shared_mlp(self.config, ctx, f"{name}.shared_experts", shared_size),
         )
 
     def routing(self) -> Routing:
         """Softmax routing, limited to the groups with the best two-score sums."""
-        hf = self.config.hf_config
-        return Routing(
-            hf.positive_int("num_experts_per_tok", 4),
-            normalize=bool(hf.get("norm_topk_prob", True)),
-            scale=hf.positive_number("routed_scaling_factor", 1.0),
-            num_groups=hf.positive_int("n_group", 1),
-            top_groups=hf.positive_int("topk_group", 1),
-            group_by="best_two",
-        )
+        return grouped_routing(self.config.hf_config, "softmax", top_k=4)

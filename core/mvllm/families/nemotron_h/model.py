@@ -15,19 +15,22 @@ from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
-from mvllm.families.nemotron_h.ungated_moe import UngatedMoE
+from mvllm.layers.activation import ACTIVATIONS
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.linear import QKVLinear, ReplicatedLinear, RowParallelLinear
 from mvllm.layers.mamba2_mixer import Mamba2Config, Mamba2Mixer
 from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import RMSNorm
-from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.layer_kinds import ATTENTION, layer_kinds
+from mvllm.models.mamba2 import Mamba2ForCausalLM, SingleBlockLayer
 from mvllm.models.mamba_hybrid import MAMBA, OLD_NAMES, time_step_limit
 from mvllm.models.module_names import ModuleNames
+from mvllm.models.moe_config import grouped_routing
+from mvllm.ops.moe import UNGATED_ACTIVATIONS
 
 _KINDS = {"M": MAMBA, "*": ATTENTION, "-": "mlp", "E": "moe"}
 
@@ -44,66 +47,83 @@ class NemotronHAttention(nn.Module):
         self.output = RowParallelLinear(ctx, f"{name}.o_proj", config.num_heads * head_size, hidden_size, bias=bias)
         self.attention = Attention(ctx, self.qkv.heads, head_size, head_size**-0.5)
 
-    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: None, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         return self.output(self.attention(*self.qkv.split(x), step))
 
 
-class NemotronHLayer(nn.Module):
-    """One block with a norm before it, on a residual stream."""
-
-    def __init__(self, config: ModelConfig, ctx: BuildContext, layer: int, kind: str) -> None:
-        super().__init__()
-        name, eps = f"model.layers.{layer}", _eps(config)
-        self.norm = RMSNorm(ctx, f"{name}.norm", config.hidden_size, eps)
-        self.reads_step = kind in (MAMBA, ATTENTION)
-        name = f"{name}.mixer"
-        self.mixer: nn.Module
-        if kind == MAMBA:
-            self.mixer = Mamba2Mixer(ctx, name, mamba2_config(config))
-        elif kind == ATTENTION:
-            self.mixer = NemotronHAttention(config, ctx, name)
-        else:
-            self.mixer = _mlp(config, ctx, name, "intermediate_size") if kind == "mlp" else _moe(config, ctx, name)
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: ForwardStep
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes and returns the last block's output and the residual stream without that output."""
-        x, residual = self.norm.add_norm(x, residual)
-        return self.mixer(x, step) if self.reads_step else self.mixer(x), residual
-
-
-class NemotronHForCausalLM(CausalLM):
+class NemotronHForCausalLM(Mamba2ForCausalLM):
     """`NemotronHForCausalLM` of Hugging Face checkpoints, without the multi-token-prediction layers."""
 
+    root = "model"
+    layer_names = CausalLM.layer_names
     first_stage_names = ("model.embeddings.",)
     last_stage_names = ("model.norm_f.",)
     ignored_names = re.compile(r"^mtp\.")
     module_names = ModuleNames({"backbone": "model"})
 
-    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
-        super().__init__(config, ctx)
-        kinds = block_kinds(config)
-        self.embeddings = self._build_embedding(ctx, "model.embeddings", config.hidden_size)
-        self.layers = nn.ModuleList(NemotronHLayer(config, ctx, i, kinds[i]) for i in self._layer_numbers())
-        self.norm = RMSNorm(ctx, "model.norm_f", config.hidden_size, _eps(config)) if self.stage.is_last else None
-        self.lm_head = self._build_head(ctx, "model.embeddings", config.hidden_size, self.embeddings)
+    def norm_eps(self) -> float:
+        return _eps(self.config)
 
-    def forward(
+    def build_layer(self, ctx: BuildContext, name: str, layer: int) -> SingleBlockLayer:
+        config, kind = self.config, block_kinds(self.config)[layer]
+        norm = RMSNorm(ctx, f"{name}.norm", config.hidden_size, self.norm_eps())
+        name = f"{name}.mixer"
+        if kind == MAMBA:
+            return SingleBlockLayer(norm, Mamba2Mixer(ctx, name, mamba2_config(config)))
+        if kind == ATTENTION:
+            return SingleBlockLayer(norm, NemotronHAttention(config, ctx, name))
+        block = _mlp(config, ctx, name, "intermediate_size") if kind == "mlp" else _moe(config, ctx, name)
+        return SingleBlockLayer(norm, block, reads_step=False)
+
+
+class UngatedMoE(FusedMoE):
+    """Experts down(f(up(x))), which stay quantized if the platform supports `quantized_ungated_moe`.
+
+    Args:
+        ctx: Build context.
+        name: The checkpoint module whose children `0`, `1`, ... are the experts, with up_proj and down_proj.
+        hidden_size, intermediate_size: Outer and inner size of one expert.
+        act: The activation f, by its name in checkpoints.
+        num_experts, top_k: Number of experts, and experts per token.
+
+    Raises:
+        ModelError: The activation is not supported in experts.
+    """
+
+    def __init__(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        step: ForwardStep,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        x = intermediate if self.embeddings is None else self.merge_items(self.embeddings(input_ids), step)
-        assert x is not None, "every pipeline stage but the first needs `intermediate`"
-        residual = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, step)
-        assert residual is not None
-        return x + residual if self.norm is None else self.norm.add_norm(x, residual)[0]
+        ctx: BuildContext,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        act: str,
+        *,
+        num_experts: int,
+        top_k: int,
+    ) -> None:
+        activation = ACTIVATIONS.get(act, act)
+        if activation not in UNGATED_ACTIVATIONS:
+            raise ModelError(
+                f"{name}: the activation {act!r} is not supported in experts without a gate. Supported: "
+                f"{', '.join(key for key, value in ACTIVATIONS.items() if value in UNGATED_ACTIVATIONS)}."
+            )
+        super().__init__(
+            ctx,
+            name,
+            hidden_size,
+            intermediate_size,
+            num_experts=num_experts,
+            top_k=top_k,
+            names=("up_proj", "down_proj"),
+            op="ungated_moe",
+            activation=activation,
+        )
+        self._activation = activation
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """As FusedMoE.forward."""
+        return self._moe(x, self.gate_up, self.down, ids, weights, self._activation)
 
 
 class LatentExperts(nn.Module):
@@ -185,24 +205,15 @@ def _moe(config: ModelConfig, ctx: BuildContext, name: str) -> SparseMoeBlock:
     latent_size, size = hf.get("moe_latent_size"), hf.positive_int("moe_intermediate_size")
     if latent_size and hf.get("mlp_bias", False):
         raise ModelError(f"{hf.source}: 'moe_latent_size' is not supported together with 'mlp_bias'.")
-    count, top_k = hf.positive_int("n_routed_experts"), hf.positive_int("num_experts_per_tok", 2)
+    routing = grouped_routing(hf, "sigmoid", top_k=2)
     experts = UngatedMoE(
         ctx,
         f"{name}.experts",
         hf.positive_int("moe_latent_size", hidden_size),
         size,
         hf.get("mlp_hidden_act", "relu2"),
-        num_experts=count,
-        top_k=top_k,
-    )
-    routing = Routing(
-        top_k,
-        "sigmoid",
-        normalize=bool(hf.get("norm_topk_prob", True)),
-        scale=hf.positive_number("routed_scaling_factor", 1.0),
-        num_groups=hf.positive_int("n_group", 1),
-        top_groups=hf.positive_int("topk_group", 1),
-        group_by="best_two",
+        num_experts=hf.positive_int("n_routed_experts"),
+        top_k=routing.top_k,
     )
     return SparseMoeBlock(
         ctx,

@@ -21,7 +21,7 @@ from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.item_rows import add_rows
 from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
-from mvllm.layers.transposed_moe import TransposedMoE
+from mvllm.layers.stacked_moe import StackedMoE
 from mvllm.models.grid_model import GridModel
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 from mvllm.models.moe_config import check_activation, num_experts
@@ -74,7 +74,14 @@ class Qwen3VLMoeForConditionalGeneration(DeepStackModel, Qwen3MoeForCausalLM):
             return LlamaForCausalLM.build_mlp(self, ctx, options, layer)
         check_activation(hf)
         count, top_k = num_experts(hf, "num_experts", "num_local_experts"), hf.positive_int("num_experts_per_tok")
-        sizes = (self.config.hidden_size, hf.positive_int("moe_intermediate_size", 1408))
-        is_stacked = ctx.quantization is None or ctx.quantization.quantizes_on_load
-        experts = TransposedMoE(ctx, f"{name}.experts", *sizes, num_experts=count, top_k=top_k, is_stacked=is_stacked)
+        experts = StackedMoE(
+            ctx,
+            f"{name}.experts",
+            self.config.hidden_size,
+            hf.positive_int("moe_intermediate_size", 1408),
+            num_experts=count,
+            top_k=top_k,
+            transposed=True,
+            is_stacked=ctx.quantization is None or ctx.quantization.quantizes_on_load,
+        )
         return SparseMoeBlock(ctx, f"{name}.gate", experts, Routing(top_k, normalize=True))

@@ -29,7 +29,7 @@ from mvllm.layers.context import BuildContext
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.interface import Float8Format
 from mvllm.layers.quantization.quantized_matrix import ExpertFacts, Product, QuantizedMatrix, expert_facts, staging
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.layers.weight_target import WeightTarget, whole
 from mvllm.ops.float8_linear import Float8Weight
 
 _ELEMENTS_AT_ONCE = 1 << 20  # dequantized at a time, which bounds the memory for float32 copies
@@ -99,12 +99,12 @@ class Float8Matrix(QuantizedMatrix):
             rows, columns = self._blocks(part)
             weight, scales = staged.get_parameter("weight"), staged.get_parameter("scales")
             taken = (rows.taken, columns.taken)
-            yield f"{part.name}.weight", WeightTarget(weight, (rows.size, columns.size), taken, _all_of(weight))
+            yield f"{part.name}.weight", WeightTarget(weight, (rows.size, columns.size), taken, whole(weight))
             shape, source = (rows.num_scales, columns.num_scales), (rows.scales, columns.scales)
-            yield f"{part.name}.{self.format.scale_tensor}", WeightTarget(scales, shape, source, _all_of(scales))
+            yield f"{part.name}.{self.format.scale_tensor}", WeightTarget(scales, shape, source, whole(scales))
             if self._has_input_scale:
                 scale = staged.get_parameter(_INPUT_SCALE)
-                yield f"{part.name}.{_INPUT_SCALE}", WeightTarget(scale, (1,), _all_of(scale), _all_of(scale))
+                yield f"{part.name}.{_INPUT_SCALE}", WeightTarget(scale, (1,), whole(scale), whole(scale))
 
     def can_reorder_rows(self, order: torch.Tensor) -> bool:
         """If FP8 is kept, each row must stay among those with its scales, or have scales of its own."""
@@ -218,7 +218,3 @@ class Float8Matrix(QuantizedMatrix):
 
 def _length(taken: slice) -> int:
     return int(taken.stop - taken.start)
-
-
-def _all_of(tensor: torch.Tensor) -> tuple[slice, ...]:
-    return tuple(slice(0, size) for size in tensor.shape)

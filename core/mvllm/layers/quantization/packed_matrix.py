@@ -24,7 +24,7 @@ from mvllm.layers.context import BuildContext
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.interface import PackedFormat
 from mvllm.layers.quantization.quantized_matrix import ExpertFacts, IntegerMatrix, staging
-from mvllm.layers.weight_target import WeightTarget
+from mvllm.layers.weight_target import WeightTarget, whole
 from mvllm.ops.quantized_linear import QuantizedWeight
 
 
@@ -128,8 +128,8 @@ class PackedMatrix(IntegerMatrix):
         for part, share, staged in zip(self.layout.parts, self._shares, self.stored, strict=True):
             for suffix, stored in self._tensors(share).items():
                 parameter = staged.get_parameter(suffix)
-                whole = tuple(slice(0, size) for size in parameter.shape)
-                yield f"{part.name}.{suffix}", WeightTarget(parameter, stored.shape, stored.source, whole)
+                target = WeightTarget(parameter, stored.shape, stored.source, whole(parameter))
+                yield f"{part.name}.{suffix}", target
 
     def expert_facts(self) -> ExpertFacts | None:
         return self._facts_of_expert() if self._how.order_tensor is None else None

@@ -23,6 +23,7 @@ from mvllm.layers.context import BuildContext
 from mvllm.layers.embedding import Embedding
 from mvllm.layers.encoder_attention import PackedAttention
 from mvllm.layers.linear import QKVLinear, ReplicatedLinear
+from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import LayerNorm
 from mvllm.layers.patch_embedding import PatchEmbedding
 from mvllm.layers.weight_target import WeightTarget
@@ -131,9 +132,7 @@ class WhisperEncoderLayer(nn.Module):
         self.attention = PackedAttention(ctx, sizes.num_heads, head_size, head_size**-0.5)
         self.output = ReplicatedLinear(ctx, f"{name}.self_attn.out_proj", size, size, bias=True)
         self.mlp_norm = LayerNorm(ctx, f"{name}.final_layer_norm", size, _EPS)
-        self.up = ReplicatedLinear(ctx, f"{name}.fc1", size, inner, bias=True)
-        self.down = ReplicatedLinear(ctx, f"{name}.fc2", inner, size, bias=True)
-        self._act = activation(ctx, sizes.hidden_act, inner)
+        self.mlp = MLP(ctx, f"{name}.fc1", f"{name}.fc2", size, inner, sizes.hidden_act, bias=True)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, starts: Sequence[int]
@@ -150,7 +149,7 @@ class WhisperEncoderLayer(nn.Module):
         x, residual = self.attention_norm.add_norm(x, residual)
         query, key, value = self.qkv.split(x)
         x, residual = self.mlp_norm.add_norm(self.output(self.attention(query, key, value, starts)), residual)
-        x = self.down(self._act(self.up(x)))
+        x = self.mlp(x)
         if x.dtype == torch.float16:  # as in transformers, against infinity
             largest = torch.finfo(x.dtype).max - 1000
             return (residual + x).clamp(-largest, largest), None

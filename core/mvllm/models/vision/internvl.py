@@ -19,7 +19,8 @@ from mvllm.models.item_encoder import Features, FixedShapeTower, ItemEncoder
 from mvllm.models.multimodal_model import MultiModalCausalLM
 from mvllm.models.vision.encoder_layers import EncoderLayers, EncoderOptions, LayerNames, equal_starts
 from mvllm.models.vision.feature_layers import FeatureLayers
-from mvllm.models.vision.pixel_shuffle import ShuffledProjector, pixel_shuffle
+from mvllm.models.vision.pixel_shuffle import pixel_shuffle
+from mvllm.models.vision.projector import TwoLayerProjector
 from mvllm.models.vision.square_size import square_size
 
 _NORMS = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
@@ -74,13 +75,14 @@ class InternVLEncoder(ItemEncoder):
         if self._factor * ratio != 1.0:
             raise ModelError(f"{hf.source}: 'downsample_ratio' should be 1 / n for an integer n, found {ratio}.")
         self.tower = InternVLTower(ctx, "vision_tower", vision, features)
-        self.projector = ShuffledProjector(
+        self.projector = TwoLayerProjector(
             ctx,
             "multi_modal_projector",
             self.tower.size * self._factor**2,
             config.hidden_size,
-            config.hidden_size,
             hf.get("projector_hidden_act", "gelu"),
+            bias=True,
+            norm=True,
         )
 
     def encode(self, modality: str, items: Sequence[Features]) -> list[torch.Tensor]:

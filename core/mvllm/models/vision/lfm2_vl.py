@@ -20,7 +20,8 @@ from mvllm.layers.norm import LayerNorm
 from mvllm.models.item_encoder import Features, ItemEncoder
 from mvllm.models.multimodal_model import MultiModalCausalLM
 from mvllm.models.vision.encoder_layers import EncoderLayers, EncoderOptions
-from mvllm.models.vision.pixel_shuffle import ShuffledProjector, shuffle_images
+from mvllm.models.vision.pixel_shuffle import shuffle_images
+from mvllm.models.vision.projector import TwoLayerProjector
 from mvllm.models.vision.square_size import square_size
 
 SIGLIP2_TYPE = "siglip2_vision_model"
@@ -57,15 +58,15 @@ class Lfm2VlEncoder(ItemEncoder):
             )
         self._factor = hf.positive_int("downsample_factor", 2)
         self.tower = Siglip2Tower(ctx, "vision_tower", vision)
-        self.projector = ShuffledProjector(
+        self.projector = TwoLayerProjector(
             ctx,
             "multi_modal_projector",
             self.tower.size * self._factor**2,
-            hf.positive_int("projector_hidden_size", 2560),
             config.hidden_size,
             hf.get("projector_hidden_act", "gelu"),
-            norm=bool(hf.get("projector_use_layernorm", True)),
             bias=bool(hf.get("projector_bias", True)),
+            norm=bool(hf.get("projector_use_layernorm", True)),
+            inner_size=hf.positive_int("projector_hidden_size", 2560),
         )
 
     def encode(self, modality: str, items: Sequence[Features]) -> list[torch.Tensor]:

@@ -9,14 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
-
-from mvllm.layers.activation import activation
-from mvllm.layers.context import BuildContext
-from mvllm.layers.linear import ReplicatedLinear
-from mvllm.layers.norm import LayerNorm
-
-_EPS = 1e-5
 
 
 def pixel_shuffle(x: torch.Tensor, rows: int, columns: int, factor: int) -> torch.Tensor:
@@ -46,40 +38,3 @@ def shuffle_images(states: torch.Tensor, grids: Sequence[tuple[int, int]], facto
     """
     parts = states.split([rows * columns for rows, columns in grids])
     return [pixel_shuffle(part, *grid, factor) for part, grid in zip(parts, grids, strict=True)]
-
-
-class ShuffledProjector(nn.Module):
-    """A norm and two linear layers over shuffled patches: the projector of InternVL and LFM2-VL.
-
-    Args:
-        ctx: Build context.
-        name: The checkpoint module.
-        in_features: Elements of a row of shuffled patches.
-        inner_size, out_features: Results of the two layers.
-        hidden_act: Activation between them.
-        norm: Whether there is a norm.
-        bias: Whether the layers have biases.
-    """
-
-    def __init__(
-        self,
-        ctx: BuildContext,
-        name: str,
-        in_features: int,
-        inner_size: int,
-        out_features: int,
-        hidden_act: str,
-        *,
-        norm: bool = True,
-        bias: bool = True,
-    ) -> None:
-        super().__init__()
-        self.norm = LayerNorm(ctx, f"{name}.layer_norm", in_features, _EPS) if norm else None
-        self.inner = ReplicatedLinear(ctx, f"{name}.linear_1", in_features, inner_size, bias=bias)
-        self.outer = ReplicatedLinear(ctx, f"{name}.linear_2", inner_size, out_features, bias=bias)
-        self._act = activation(ctx, hidden_act, inner_size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in_features] to [T, out_features]."""
-        x = x if self.norm is None else self.norm(x)
-        return self.outer(self._act(self.inner(x)))

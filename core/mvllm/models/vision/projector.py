@@ -9,27 +9,43 @@ from mvllm.config.model import ModelConfig
 from mvllm.layers.activation import activation
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import ReplicatedLinear
+from mvllm.layers.norm import LayerNorm
+
+_NORM_EPS = 1e-5
 
 
 class TwoLayerProjector(nn.Module):
-    """Two linear layers with an activation between them.
+    """Two linear layers with an activation between them, in some families after a norm.
 
     Args:
         ctx: Build context of a tower.
-        name: The checkpoint module, which holds linear_1 and linear_2.
-        in_features: Elements of a patch's features.
+        name: The checkpoint module, which holds linear_1 and linear_2, and layer_norm.
+        in_features: Elements of a patch's features, or of a row of shuffled patches.
         hidden_size: Elements of an embedding.
         act: The activation, by its name in checkpoints.
         bias: Whether both layers have biases.
+        norm: Whether there is a norm.
+        inner_size: Result of the first layer; `hidden_size` by default.
     """
 
     def __init__(
-        self, ctx: BuildContext, name: str, in_features: int, hidden_size: int, act: str, *, bias: bool
+        self,
+        ctx: BuildContext,
+        name: str,
+        in_features: int,
+        hidden_size: int,
+        act: str,
+        *,
+        bias: bool,
+        norm: bool = False,
+        inner_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.first = ReplicatedLinear(ctx, f"{name}.linear_1", in_features, hidden_size, bias=bias)
-        self.second = ReplicatedLinear(ctx, f"{name}.linear_2", hidden_size, hidden_size, bias=bias)
-        self._act = activation(ctx, act, hidden_size)
+        inner_size = inner_size or hidden_size
+        self.norm = LayerNorm(ctx, f"{name}.layer_norm", in_features, _NORM_EPS) if norm else None
+        self.first = ReplicatedLinear(ctx, f"{name}.linear_1", in_features, inner_size, bias=bias)
+        self.second = ReplicatedLinear(ctx, f"{name}.linear_2", inner_size, hidden_size, bias=bias)
+        self._act = activation(ctx, act, inner_size)
 
     @classmethod
     def read(
@@ -43,4 +59,5 @@ class TwoLayerProjector(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_features] to [T, hidden_size]."""
+        x = x if self.norm is None else self.norm(x)
         return self.second(self._act(self.first(x)))
