@@ -1,15 +1,14 @@
-"""Runs Python programs of tests as forks of a process that has imported torch, transformers and the server.
+"""Runs Python programs of tests as forks of a process that has imported torch and the server.
 
-A program that imports torch needs two seconds of a core to start, one that imports the processors of transformers four,
-and the tests start hundreds. While `programs` is open, `subprocess` starts workers, engine cores, processors of items
-and `mvllm` commands as forks of a server:
+A program that imports torch needs two seconds of a core to start, and the tests start hundreds. While `programs` is
+open, `subprocess` starts workers, engine cores, processors of items and `mvllm` commands as forks of a server:
 
     test process ──job──> program server          imports them once, has one thread
                               └─ fork ─ fork ─>  the program: its own arguments, variables, descriptors, folder
 
-The intermediate fork exits at once, so that the program becomes a child of the test process. Each program but LEAVES has
-its own program server, forked at its start, for the programs that it starts. Programs of one server share the seed of Python's
-hashes.
+The intermediate fork exits at once, so that the program becomes a child of the test process. Each program but LEAVES
+has its own program server, forked at its start, for the programs that it starts. Programs of one server share the seed
+of Python's hashes.
 
 A program is started as a new process if a fork would differ: another interpreter or other interpreter options, other
 values of variables that libraries read at import, a test with the mark `fresh_programs`, or the variable
@@ -38,14 +37,14 @@ from typing import Any
 FRESH = "TESTS_FRESH_PROGRAMS"
 FORKED_MODULES = (
     *("mvllm.executor.process.child_program", "mvllm.entrypoints.cli.main", "tests.", "plugins."),
-    *("mvllm.multimodal.processor_main", "torch.distributed.run"),
+    *("mvllm.multimodal.processor_main", "pytest", "torch.distributed.run"),
 )
 """Prefixes of the modules of `python -m` that are forked."""
 LEAVES = {"mvllm.executor.worker_main", "mvllm.multimodal.processor_main"}
 """Arguments of programs that start none of FORKED_MODULES, and get no program server."""
 READ_WHEN_LOADED = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "ATEN_", "TORCH", "PYTORCH", "LD_", "MALLOC_"),
-    *("GLIBC_", "PYTHON", "LANG", "LC_", "TRITON_", "CUDA_", "ROCR_", "HIP_", "ZE_", "HF_", "TRANSFORMERS_"),
+    *("GLIBC_", "PYTHON", "LANG", "LC_", "TRITON_", "CUDA_", "ROCR_", "HIP_", "ZE_"),
 )
 """Prefixes of environment variables that must have the values of the program server's start."""
 SET_ANEW = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "PYTHONBREAKPOINT")
@@ -432,7 +431,6 @@ def main() -> None:
     _PATH[:] = [one for one in sys.path if one not in (ROOT, *given)]
 
     import torch  # noqa: F401
-    from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     import mvllm.engine.core.engine_core
     import mvllm.engine.process.engine_core_proc

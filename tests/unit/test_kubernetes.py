@@ -13,9 +13,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from ray.serve.schema import ServeDeploySchema
 
-from mvllm_ray.serve.settings import read_settings
 from tests.unit.test_deploy import METRICS, served_with
 
 KUBERNETES = Path(__file__).parents[2] / "docs" / "deploy" / "kubernetes"
@@ -281,6 +279,12 @@ class TestChart:
         assert render({}, "mvllm")["Service"]["metadata"]["name"] == "mvllm"
 
 
+def read_settings(args: dict[str, Any]) -> Any:
+    """Of mvllm-ray, which is imported here: a test that imports Ray is not one of core."""
+    why = "mvllm-ray is not installed"
+    return pytest.importorskip("mvllm_ray.serve.settings", reason=why, exc_type=ImportError).read_settings(args)
+
+
 class TestRayService:
     service = yaml.safe_load((KUBERNETES / "rayservice.yaml").read_text())
     cluster = service["spec"]["rayClusterConfig"]
@@ -299,7 +303,8 @@ class TestRayService:
 
     def test_serve_accepts_its_configuration(self) -> None:
         content = yaml.safe_load(self.service["spec"]["serveConfigV2"])
-        config = ServeDeploySchema(**content)
+        schemas = pytest.importorskip("ray.serve.schema", reason="Ray is not installed", exc_type=ImportError)
+        config = schemas.ServeDeploySchema(**content)
         [app] = config.applications
         assert app.import_path == "mvllm_ray.serve:build_app"
         [model] = read_settings(app.args).models
