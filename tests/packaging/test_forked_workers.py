@@ -10,7 +10,10 @@ import pytest
 
 from tests.packaging.conftest import REPOSITORY
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are made on Linux only")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="forks are made on Linux only"),
+    pytest.mark.fresh_programs,
+]
 
 TEST_FILE = """
 import os
