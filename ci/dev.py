@@ -82,6 +82,11 @@ WITHOUT_RUNTIME = (MLX, OPENVINO)  # installed without the runtime; see ci/runti
 DISTRIBUTIONS = (ROOT, *PARTS, PLATFORM, *PURE, *WITHOUT_RUNTIME)
 INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "torch-gpu", "cuda", "xpu"))
 """Tests with Triton's interpreter, which must be enabled before the first import of Triton in a process."""
+OF_OTHERS = (
+    "tests/engine/test_ray_*.py",
+    *(f"tests/packaging/test_{name}.py" for name in ("*_distribution", "parts", "uv_workspace")),
+)
+"""Tests in tests/ of distributions other than core: workers in Ray, and wheels."""
 MINIMUM_PYTHON = (3, 11)
 PROMPT = "Once upon a time"
 LINTERS_AT_ONCE = 2
@@ -239,7 +244,7 @@ def test(
 
     Serial tests measure time or use the whole machine. At the end a part of the lane `tpu` runs, if its environment can
     be created. `quick` runs ci/selection.py's part of the first pass and no linter. `core` runs the tests of the folder
-    tests/, in the first two passes.
+    tests/ without OF_OTHERS, in the first two passes.
 
     Raises:
         StepFailed: `core` was given together with a path.
@@ -254,7 +259,10 @@ def test(
     what = (
         arguments
         if chosen
-        else [*(["tests"] if core else []), "--ignore=tests/perf", "--ignore=tests/clients", *arguments]
+        else [
+            *(["tests", *(f"--ignore-glob={each}" for each in OF_OTHERS)] if core else []),
+            *("--ignore=tests/perf", "--ignore=tests/clients", *arguments),
+        ]
     )  # else `testpaths` of pytest's configuration apply
     if fast:
         what = [*what, "--ignore=tests/e2e", "--ignore=tests/packaging"]

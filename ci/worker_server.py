@@ -15,17 +15,34 @@ import pytest
 MAX_MESSAGE = 16
 
 
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+class ThreadWatch:
+    """Finds the file with whose import the process has more than one thread."""
+
+    culprit: str | None = None
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if self.culprit is None and count_threads() > 1:
+            self.culprit = report.nodeid
+
+
 def main() -> None:
     """Collects the tests, then forks a worker for each message of the controller, until it closes its socket."""
     end = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(end.fileno(), False)
     arguments = [*sys.argv[2:], "-n", "0", "--collect-only", "-qq", "-p", "no:cacheprovider"]
     sys.argv[:] = ["-c"]
+    threads = ThreadWatch()
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
-        pytest.main(arguments)
+        pytest.main(arguments, plugins=[threads])
     gc.collect()
     gc.freeze()
-    is_possible = len(os.listdir("/proc/self/task")) == 1
+    is_possible = count_threads() == 1
+    if not is_possible:
+        print(f"note: {threads.culprit} starts a thread when it is imported; each worker imports all", file=sys.stderr)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # finished workers are reaped
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:

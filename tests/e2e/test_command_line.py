@@ -105,20 +105,12 @@ def shell(script: str) -> subprocess.CompletedProcess[str]:
         pytest.param("mvllm doctor --json | true", 1, "", marks=pytest.mark.exhaustive),
         ("mvllm platforms >/dev/full", 1, "error: The output cannot be written: No space left on device."),
         ("mvllm platforms >&-", 0, ""),
-        ("mvllm chat --model {folder} {small} <&-", 0, ""),
         pytest.param(
             "PYTHONUTF8=0 PYTHONIOENCODING=ascii mvllm generate --model {folder} --prompt a --max-tokens 30 {small}",
             0,
             "",
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param(
-            "printf '\\xff\\xfe\\n' | mvllm chat --model {folder} {small}",
-            0,
-            "lone surrogate",
-            marks=pytest.mark.exhaustive,
-        ),
-        ("mvllm chat --model {folder} --chat-template /bin/ls", 1, "error: The chat template '/bin/ls' cannot be read"),
     ],
 )
 def test_closed_full_or_ascii_standard_streams(folder: str, script: str, status: int, words: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mvllm.installable import part_versions
 from tests.gpu.archive import ARCHIVE
 from tests.gpu.parts import load
 from tests.gpu.presets import PRESETS
@@ -37,6 +38,13 @@ def run(folder: Path, parts: list[str], items: list[str]) -> dict[str, Row]:
     return {row.name: row for row in ResultLog(folder).rows()}
 
 
+def needs(*names: str) -> pytest.MarkDecorator:
+    """Skips where a package is missing that the parts of tests.gpu use."""
+    lacking = [f"mvllm-{name}" for name in names if part_versions()[name] is None]
+    return pytest.mark.skipif(bool(lacking), reason=f"{' and '.join(lacking)} are not installed")
+
+
+@needs("bench")
 def test_results_are_compared_with_the_limits_of_the_same_run(tmp_path: Path) -> None:
     rows = run(tmp_path, ["environment", "bench"], ["platform", "ceilings", "tiny:engine"])
     assert rows["platform cpu"].status == OK
@@ -53,6 +61,7 @@ def test_parity_and_execution_modes(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@needs("bench", "conformance", "graph")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("platform", ["interpreted", "replayed"])
 @pytest.mark.parametrize("preset", PRESETS)

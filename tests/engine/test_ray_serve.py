@@ -20,6 +20,9 @@ from ray import serve
 
 from tests.helpers.changed_weights import changed_copy
 from tests.helpers.processes import wait_until
+
+pytest.importorskip("mvllm_ray.serve", reason="mvllm-ray and mvllm-router are not installed", exc_type=ImportError)
+
 from tests.helpers.ray_serve import (
     OPTIONS,
     START_SECONDS,

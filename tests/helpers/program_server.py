@@ -1,14 +1,14 @@
-"""Runs Python programs of tests as forks of a process that has imported torch.
+"""Runs Python programs of tests as forks of a process that has imported torch and the server.
 
 A program that imports torch needs two seconds of a core to start, and the tests start hundreds. While `programs` is
-open, `subprocess` starts workers, engine cores and `mvllm` commands as forks of a server:
+open, `subprocess` starts workers, engine cores, processors of items and `mvllm` commands as forks of a server:
 
-    test process ──job──> program server          imports torch once, has one thread
+    test process ──job──> program server          imports them once, has one thread
                               └─ fork ─ fork ─>  the program: its own arguments, variables, descriptors, folder
 
-The intermediate fork exits at once, so that the program becomes a child of the test process. Each program has its own
-program server, forked at its start, for the programs that it starts. Programs of one server share the seed of Python's
-hashes.
+The intermediate fork exits at once, so that the program becomes a child of the test process. Each program but LEAVES
+has its own program server, forked at its start, for the programs that it starts. Programs of one server share the seed
+of Python's hashes.
 
 A program is started as a new process if a fork would differ: another interpreter or other interpreter options, other
 values of variables that libraries read at import, a test with the mark `fresh_programs`, or the variable
@@ -37,9 +37,11 @@ from typing import Any
 FRESH = "TESTS_FRESH_PROGRAMS"
 FORKED_MODULES = (
     *("mvllm.executor.process.child_program", "mvllm.entrypoints.cli.main", "tests.", "plugins."),
-    "torch.distributed.run",
+    *("mvllm.multimodal.processor_main", "pytest", "torch.distributed.run"),
 )
 """Prefixes of the modules of `python -m` that are forked."""
+LEAVES = {"mvllm.executor.worker_main", "mvllm.multimodal.processor_main"}
+"""Arguments of programs that start none of FORKED_MODULES, and get no program server."""
 READ_WHEN_LOADED = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "ATEN_", "TORCH", "PYTORCH", "LD_", "MALLOC_"),
     *("GLIBC_", "PYTHON", "LANG", "LC_", "TRITON_", "CUDA_", "ROCR_", "HIP_", "ZE_"),
@@ -301,7 +303,7 @@ def serve(end: socket.socket, parent: int) -> Job:
                 os._exit(0)
             os.close(writing)
             while os.getppid() == own:  # until it is a child of the requesting process
-                pass
+                os.sched_yield()
             end.close()
             job = Job(**json.loads(message))
             _become(job, descriptors)
@@ -352,7 +354,8 @@ def _take_descriptors(targets: Mapping[int, int]) -> None:
 
 def run_program(job: Job) -> None:
     """Runs the program like the interpreter; returns or raises in the same cases."""
-    _start_own_server(job)
+    if not LEAVES & set(job.arguments):
+        _start_own_server(job)
     _rewrite_process_table(job)
     _open_standard_streams()
     os.environ.clear()
@@ -431,7 +434,11 @@ def main() -> None:
 
     import mvllm.engine.core.engine_core
     import mvllm.engine.process.engine_core_proc
+    import mvllm.entrypoints.cli.serve
+    import mvllm.entrypoints.llm
+    import mvllm.entrypoints.openai.server.api_server
     import mvllm.executor.worker_main
+    import mvllm.multimodal.item_processor
     import mvllm.worker.model_runner
     import mvllm.worker.worker  # noqa: F401
 

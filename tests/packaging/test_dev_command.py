@@ -357,6 +357,8 @@ def test_cores_tests_are_those_of_the_folder_tests_in_the_same_passes(dev, monke
         folders = [argument for argument in arguments if (dev.ROOT / argument).is_dir()]
         assert folders == ["tests"] and arguments[arguments.index("-k") + 1] == "scheduler"
         assert {"--ignore=tests/perf", "--ignore=tests/clients"} <= set(arguments)
+        assert {f"--ignore-glob={each}" for each in dev.OF_OTHERS} <= set(arguments)
+    assert all(list(REPOSITORY.glob(each)) for each in dev.OF_OTHERS)
     assert any("mypy" in command for command in dev.commands), "the linters run, too"
     assert dev.main(["test", "--core", "tests/unit"]) == 1
     assert "test --core got the path 'tests/unit'" in capsys.readouterr().err

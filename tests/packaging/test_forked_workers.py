@@ -10,7 +10,10 @@ import pytest
 
 from tests.packaging.conftest import REPOSITORY
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are made on Linux only")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="forks are made on Linux only"),
+    pytest.mark.fresh_programs,
+]
 
 TEST_FILE = """
 import os
@@ -43,10 +46,10 @@ def test_fails():
 """
 
 
-def test_files_are_imported_once_and_a_worker_that_ends_is_replaced(tmp_path):
-    (tmp_path / "test_it.py").write_text(TEST_FILE)
+def run(text, tmp_path):
+    (tmp_path / "test_it.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "ci.forked_workers", "-n", "2", "--rootdir", str(tmp_path)]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, "--import-mode=importlib", str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTEST_ADDOPTS": ""},
         cwd=tmp_path,
@@ -54,6 +57,19 @@ def test_files_are_imported_once_and_a_worker_that_ends_is_replaced(tmp_path):
         text=True,
         timeout=120,
     )
+
+
+def test_a_file_that_starts_a_thread_is_named(tmp_path):
+    text = (
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\ndef test_it(): pass\n"
+    )
+    done = run(text, tmp_path)
+    assert "1 passed" in done.stdout
+    assert "note: test_it.py starts a thread when it is imported" in done.stderr
+
+
+def test_files_are_imported_once_and_a_worker_that_ends_is_replaced(tmp_path):
+    done = run(TEST_FILE, tmp_path)
     assert "2 failed, 4 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
     assert "['a', 'b'] == ['b', 'a']" in done.stdout, "asserts are rewritten"
     assert "crashed while running 'test_it.py::test_that_ends_its_worker'" in done.stdout

@@ -153,13 +153,18 @@ def test_its_plan_its_operations_and_its_checks_are_used(core_only, beside_torch
     path = [frozen, beside_torch]
     printed = core_only.evaluate(
         """
-        import json
+        import contextlib, io, json
         from mvllm.entrypoints.cli.doctor_checks import run_checks
+        from mvllm.entrypoints.cli.main import main
         from mvllm.ops.registry import OpTable
         from mvllm.platform.choose import choose_platform
         platform = choose_platform("frozen").platform
         [norm] = [row for row in OpTable.resolve(platform.ops()).describe() if row.op == "rms_norm"]
+        command = "generate --model demo --prompt x --platform frozen --tensor-parallel-size 2"
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            status = main([*command.split(), "--pipeline-parallel-size", "2"])
         print(json.dumps({
+            "refused": [status, errors.getvalue()],
             "norm": norm.candidates,
             "checks": {check.id: check.status.value for check in run_checks(platform="frozen")},
         }))
@@ -170,14 +175,9 @@ def test_its_plan_its_operations_and_its_checks_are_used(core_only, beside_torch
     assert seen["norm"][0] == "ice-rms-norm"
     assert seen["checks"]["platform.frozen.temperature"] == "ok"
     assert "broken" not in {status for name, status in seen["checks"].items() if name.startswith("platform.")}
-    refused = core_only.run(
-        *["-c", "import sys; from mvllm.entrypoints.cli.main import main; sys.exit(main())"],
-        *["generate", "--model", "demo", "--prompt", "x", "--platform", "frozen"],
-        *["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"],
-        path=path,
-    )
-    assert refused.returncode == 1
-    assert "There are two devices, not 4." in refused.stderr and "Ask for at most 2." in refused.stderr
+    status, errors = seen["refused"]
+    assert status == 1
+    assert "There are two devices, not 4." in errors and "Ask for at most 2." in errors
 
 
 def test_a_core_of_the_next_major_refuses_it_with_both_versions_and_the_command(core_only, frozen, core_of):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mvllm.installable import part_versions
 from tests.helpers.published import FILES, MISSING, find_published
 
 # Big enough for the longest prompts, and small enough for a busy machine.
@@ -17,12 +18,14 @@ SIZES: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory_bytes": 2**27, 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where there is no model, one test is skipped and says so for all."""
-    if any(find_published(name) for name in FILES):
+    """Where there is no model, or a package that reads or asks it, one test is skipped and says so for all."""
+    lacking = [f"mvllm-{name}" for name in ("gguf", "tools") if part_versions()[name] is None]
+    reason = f"{' and '.join(lacking)} are not installed" if lacking else MISSING
+    if not lacking and any(find_published(name) for name in FILES):
         return
     mine = [item for item in items if item.path.parent == Path(__file__).parent]
     for item in mine[:1]:
-        item.add_marker(pytest.mark.skip(reason=MISSING))
+        item.add_marker(pytest.mark.skip(reason=reason))
     items[:] = [item for item in items if item not in mine[1:]]
     config.hook.pytest_deselected(items=mine[1:])
 

@@ -6,16 +6,14 @@ Helm's own library renders the chart; the schemas are those of Kubernetes.
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import kubernetes_validate
 import pytest
 import yaml
-from ray.serve.schema import ServeDeploySchema
 
-from mvllm_ray.serve.settings import read_settings
 from tests.unit.test_deploy import METRICS, served_with
 
 KUBERNETES = Path(__file__).parents[2] / "docs" / "deploy" / "kubernetes"
@@ -38,9 +36,16 @@ ALL_ON: dict[str, Any] = {
 }
 
 
+def helm() -> Any:
+    """Helm's library. It starts threads when it is imported, and a process with threads can't fork the test workers."""
+    import helm_python
+
+    return helm_python
+
+
 def render(values: dict[str, Any], release: str = "demo") -> dict[str, dict[str, Any]]:
     """The objects of the chart by their kind (and name, for claims)."""
-    with helm_python.Chart.load(str(CHART)) as chart:
+    with helm().Chart.load(str(CHART)) as chart:
         files = chart.render(values, name=release, namespace="prod")
     objects = [each for text in files.values() if "kind:" in text for each in yaml.safe_load_all(text) if each]
     return by_kind(objects)
@@ -92,8 +97,17 @@ VARIANTS = {
     "all": ALL_ON,
     "claim": {"kvDiskCache": {"enabled": True, "kind": "claim"}, "preStopSeconds": 0, "shutdownTimeoutSeconds": 5},
 }
-OBJECTS = {"plain": plain(), **{name: render(values) for name, values in VARIANTS.items()}}
-for_each = pytest.mark.parametrize("objects", OBJECTS.values(), ids=OBJECTS)
+for_each = pytest.mark.parametrize("objects", ["plain", *VARIANTS], indirect=True)
+
+
+@cache
+def objects_of(variant: str) -> dict[str, dict[str, Any]]:
+    return plain() if variant == "plain" else render(VARIANTS[variant])
+
+
+@pytest.fixture
+def objects(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    return objects_of(request.param)
 
 
 class TestObjects:
@@ -176,7 +190,7 @@ class TestObjects:
 class TestMetrics:
     rules = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
 
-    @pytest.mark.parametrize("objects", [OBJECTS["plain"], OBJECTS["all"]], ids=["plain", "chart"])
+    @pytest.mark.parametrize("objects", ["plain", "all"], indirect=True)
     def test_the_autoscaler_uses_metrics_of_the_adapter(self, objects: dict[str, dict[str, Any]]) -> None:
         metrics = objects["HorizontalPodAutoscaler"]["spec"]["metrics"]
         used = [each["pods"]["metric"]["name"] for each in metrics]
@@ -195,7 +209,7 @@ class TestMetrics:
 
 class TestChart:
     def test_it_has_no_lint_errors(self) -> None:
-        found = helm_python.lint(str(CHART))
+        found = helm().lint(str(CHART))
         assert not found["errors"] and found["total_charts_linted"] == 1
         assert [each["error"] for each in found["messages"]] == ["icon is recommended"]
 
@@ -203,11 +217,11 @@ class TestChart:
         assert yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"] == f">={OLDEST}.0-0"
 
     def test_defaults_are_one_server_without_autoscaler_and_claims(self) -> None:
-        assert set(OBJECTS["defaults"]) == {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service"}
+        assert set(objects_of("defaults")) == {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service"}
         assert set(render({"podDisruptionBudget": {"enabled": False}})) == {"ConfigMap", "Deployment", "Service"}
 
     def test_values_reach_the_server(self, tmp_path: Path) -> None:
-        objects = OBJECTS["all"]
+        objects = objects_of("all")
         args = served(objects, tmp_path)
         assert (args.model, args.max_model_len, args.enable_prefix_caching) == ("org/model", 4096, True)
         variables = {each["name"]: each for each in container(objects)["env"]}
@@ -216,24 +230,24 @@ class TestChart:
         assert variables["OMP_NUM_THREADS"] == {"name": "OMP_NUM_THREADS", "value": "4"}
 
     def test_any_device_plugins_resource_can_be_given(self) -> None:
-        resources = container(OBJECTS["all"])["resources"]
+        resources = container(objects_of("all"))["resources"]
         assert resources["limits"]["example.com/accelerator"] == "2" == resources["requests"]["example.com/accelerator"]
         assert resources["limits"]["memory"] == "8Gi"
-        assert "example.com/accelerator" not in str(OBJECTS["defaults"])
+        assert "example.com/accelerator" not in str(objects_of("defaults"))
 
     def test_keys_and_values_have_a_volume_for_each_pod(self) -> None:
-        options = yaml.safe_load(OBJECTS["all"]["ConfigMap"]["data"]["serve.yaml"])
-        mounts = {mount["name"]: mount["mountPath"] for mount in container(OBJECTS["all"])["volumeMounts"]}
+        options = yaml.safe_load(objects_of("all")["ConfigMap"]["data"]["serve.yaml"])
+        mounts = {mount["name"]: mount["mountPath"] for mount in container(objects_of("all"))["volumeMounts"]}
         assert options["kv-disk-cache"] == mounts["kv"]
-        [volume] = [each for each in pod(OBJECTS["all"])["volumes"] if each["name"] == "kv"]
+        [volume] = [each for each in pod(objects_of("all"))["volumes"] if each["name"] == "kv"]
         claim = volume["ephemeral"]["volumeClaimTemplate"]["spec"]
         assert claim["storageClassName"] == "fast"
         assert int(claim["resources"]["requests"]["storage"].removesuffix("Gi")) > options["kv-disk-cache-size"] == 40
 
     def test_a_claim_for_keys_and_values_is_for_one_server(self) -> None:
-        objects = OBJECTS["claim"]
+        objects = objects_of("claim")
         assert objects["Deployment"]["spec"]["strategy"] == {"type": "Recreate"}
-        with pytest.raises(helm_python.HelmError, match="kind to ephemeral"):
+        with pytest.raises(helm().HelmError, match="kind to ephemeral"):
             render({"kvDiskCache": {"enabled": True, "kind": "claim"}, "replicas": 2})
 
     @pytest.mark.parametrize(
@@ -248,7 +262,7 @@ class TestChart:
         ids=lambda values: next(iter(values)),
     )
     def test_wrong_values_are_refused(self, values: dict[str, Any]) -> None:
-        with helm_python.Chart.load(str(CHART)) as chart, pytest.raises(helm_python.HelmError):
+        with helm().Chart.load(str(CHART)) as chart, pytest.raises(helm().HelmError):
             chart.validate_schema(values)
 
     def test_changed_options_replace_the_pods(self) -> None:
@@ -263,6 +277,12 @@ class TestChart:
         for kind, each in first.items():
             assert each["metadata"]["name"] != second[kind]["metadata"]["name"]
         assert render({}, "mvllm")["Service"]["metadata"]["name"] == "mvllm"
+
+
+def read_settings(args: dict[str, Any]) -> Any:
+    """Of mvllm-ray, which is imported here: a test that imports Ray is not one of core."""
+    why = "mvllm-ray is not installed"
+    return pytest.importorskip("mvllm_ray.serve.settings", reason=why, exc_type=ImportError).read_settings(args)
 
 
 class TestRayService:
@@ -283,7 +303,8 @@ class TestRayService:
 
     def test_serve_accepts_its_configuration(self) -> None:
         content = yaml.safe_load(self.service["spec"]["serveConfigV2"])
-        config = ServeDeploySchema(**content)
+        schemas = pytest.importorskip("ray.serve.schema", reason="Ray is not installed", exc_type=ImportError)
+        config = schemas.ServeDeploySchema(**content)
         [app] = config.applications
         assert app.import_path == "mvllm_ray.serve:build_app"
         [model] = read_settings(app.args).models

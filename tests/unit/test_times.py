@@ -12,6 +12,8 @@ import pytest
 
 from tests.helpers.plugins import ROOT
 
+pytestmark = pytest.mark.fresh_programs
+
 TEST_MODULE = """
 import subprocess, sys, time
 def test_that_uses_cpu():

@@ -35,7 +35,9 @@ PROMPTS: dict[str, list[tuple[int, int]]] = {
     "2048 after 30720": [(30_720, 2048)],
     "2048 and 3000 after 1500": [(0, 2048), (1500, 3000)],
 }
-SMALL_PROMPTS: dict[str, list[tuple[int, int]]] = {"512": [(0, 512)], "600 after 1100": [(1100, 600)]}
+SMALL_PROMPTS: dict[str, list[tuple[int, int]]] = {"64": [(0, 64)], "75 after 137": [(137, 75)]}
+HOST_SIZES = {"LEAST_TOKENS": 64, "ROW_STEP": 32, "CONTEXT_STEP": 128}
+"""Constants of cudnn_attention on the host, where every token takes Triton's interpreter long."""
 
 
 @dataclass(frozen=True)
@@ -137,13 +139,13 @@ def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def on_host(stack: ExitStack) -> DeviceRuntime:
-    """Prepares the host in place of a device, with prompts of 512 tokens as long ones."""
+    """Prepares the host in place of a device, with prompts of 64 tokens as long ones."""
     importlib.import_module("platforms.torch-gpu.tests.interpreted")
     operation = importlib.import_module("platforms.torch-gpu.tests.cudnn_operation")
     from mvllm_cpu.runtime import CPURuntime
     from mvllm_torch_gpu import cudnn_attention
 
-    for name, value in (("LEAST_TOKENS", 512), ("ROW_STEP", 256)):
+    for name, value in HOST_SIZES.items():
         stack.enter_context(mock.patch.object(cudnn_attention, name, value))
     stack.enter_context(operation.on_the_host())
     return CPURuntime(WorkerContext())

@@ -31,7 +31,7 @@ def calls(monkeypatch):
     """Puts torch's operation on the host, with the rules of the device's; its calls."""
     for name, function in KERNELS.items():
         monkeypatch.setattr(mvllm_torch_gpu.attention, name, function)
-    for name, value in (("LEAST_TOKENS", 512), ("ROW_STEP", 256)):
+    for name, value in on_device.HOST_SIZES.items():
         monkeypatch.setattr(cudnn_attention, name, value)
     monkeypatch.setattr(cudnn_attention, "has_cudnn", lambda module: True)
     with operation.on_the_host() as made:
@@ -53,10 +53,10 @@ def backend_of(**fields):
 @pytest.mark.parametrize(
     ("requests", "dense"),
     [
-        ([(0, 512)], [(512, 512, True)]),
-        ([(0, 600)], [(768, 768, True)]),
-        ([(1024, 512)], [(512, 512, True), (512, 1024, False)]),
-        ([(7, 1), (40, 1), (1500, 700), (0, 513)], [(1280, 1280, True), (1280, 1024, False), (768, 768, True)]),
+        ([(0, 64)], [(64, 64, True)]),
+        ([(0, 75)], [(96, 96, True)]),
+        ([(128, 64)], [(64, 64, True), (64, 128, False)]),
+        ([(7, 1), (40, 1), (188, 88), (0, 65)], [(160, 160, True), (160, 128, False), (96, 96, True)]),
     ],
 )
 def test_long_prompts_are_exact_and_their_shapes_are_rounded_up(requests, dense, calls):
@@ -70,13 +70,13 @@ def test_long_prompts_are_exact_and_their_shapes_are_rounded_up(requests, dense,
 
 
 HEADS = {"mha": (2, 2), "gqa-4": (4, 1), "gqa-8": (16, 2)}
-FURTHER = [("mha", 0), ("mha", 2300), ("gqa-4", 2300), ("gqa-8", 0)]
+FURTHER = [("mha", 0), ("mha", 288), ("gqa-4", 288), ("gqa-8", 0)]
 
 
 @pytest.mark.parametrize(
     ("heads", "context"),
     [
-        pytest.param("gqa-8", 2300),
+        pytest.param("gqa-8", 288),
         pytest.param("gqa-4", 0),
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in FURTHER),
     ],
@@ -84,7 +84,7 @@ FURTHER = [("mha", 0), ("mha", 2300), ("gqa-4", 2300), ("gqa-8", 0)]
 def test_a_chunk_among_decodes_is_exact_for_every_number_of_heads_that_share_keys(heads, context, calls):
     num_heads, num_kv_heads = HEADS[heads]
     backend = backend_of(num_heads=num_heads, num_kv_heads=num_kv_heads, dtype="bfloat16", kv_dtype="bfloat16")
-    case = make_case(backend.spec, [(7, 1), (290, 1), (context, 520)], block_size=16)
+    case = make_case(backend.spec, [(7, 1), (290, 1), (context, 65)], block_size=16)
     assert_near(run(backend, CPURuntime(WorkerContext()), case), case)
     assert len(calls) == (2 if context else 1)
 
@@ -93,7 +93,7 @@ def test_a_chunk_among_decodes_is_exact_for_every_number_of_heads_that_share_key
 @pytest.mark.parametrize("heads", HEADS.values(), ids=list(HEADS))
 @pytest.mark.parametrize("context", [0, 30_000, 30_720])
 def test_a_chunk_of_2048_tokens_is_exact_with_the_sizes_of_devices(heads, context, calls, monkeypatch):
-    for name, value in (("LEAST_TOKENS", 2048), ("ROW_STEP", 512)):
+    for name, value in (("LEAST_TOKENS", 2048), ("ROW_STEP", 512), ("CONTEXT_STEP", 1024)):
         monkeypatch.setattr(cudnn_attention, name, value)
     backend = backend_of(num_heads=heads[0] // heads[1], num_kv_heads=1, dtype="bfloat16", kv_dtype="bfloat16")
     case = make_case(backend.spec, [(7, 1), (context, 2048)], block_size=16)
@@ -103,7 +103,7 @@ def test_a_chunk_of_2048_tokens_is_exact_with_the_sizes_of_devices(heads, contex
 
 def test_a_query_that_is_a_view_of_a_fused_projection_is_read_where_it_is(calls):
     backend = backend_of()
-    case = make_case(backend.spec, [(0, 512)], block_size=16)
+    case = make_case(backend.spec, [(0, 64)], block_size=16)
     assert_near(run(backend, CPURuntime(WorkerContext()), case), case)
     [call] = calls
     heads, size = backend.spec.num_heads, backend.spec.head_size
@@ -120,7 +120,7 @@ def test_a_query_that_is_a_view_of_a_fused_projection_is_read_where_it_is(calls)
 )
 def test_a_query_that_is_not_aligned_is_copied(first, spare, calls):
     backend = backend_of()
-    case = make_case(backend.spec, [(1024, 512)], block_size=16)
+    case = make_case(backend.spec, [(128, 64)], block_size=16)
     runtime = CPURuntime(WorkerContext())
     harness, metadata, query = store(backend, runtime, case)
     wide = query.new_zeros(len(query), query[0].numel() + first + spare)
@@ -133,7 +133,7 @@ def test_a_query_that_is_not_aligned_is_copied(first, spare, calls):
 def test_logarithms_of_sums_in_the_order_of_tokens_are_merged_right(calls, monkeypatch):
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
     backend = backend_of()
-    case = make_case(backend.spec, [(1024, 512)], block_size=16)
+    case = make_case(backend.spec, [(128, 64)], block_size=16)
     assert_near(run(backend, CPURuntime(WorkerContext()), case), case)
 
 
@@ -147,15 +147,15 @@ def test_a_call_that_cudnn_refuses_uses_the_kernels_and_is_logged_once(calls, mo
     monkeypatch.setattr(cudnn_attention, "dense_attention", refused)
     monkeypatch.setattr(cudnn_attention, "_warned", set())
     backend = backend_of()
-    case = make_case(backend.spec, [(40, 1), (9, 520)], block_size=16)
+    case = make_case(backend.spec, [(40, 1), (9, 65)], block_size=16)
     for _ in range(2):
         assert_near(run(backend, CPURuntime(WorkerContext()), case), case)
-    assert asked == [768], "once, and not again for a prompt of these sizes"
-    longer = make_case(backend.spec, [(9, 900)], block_size=16)
+    assert asked == [96], "once, and not again for a prompt of these sizes"
+    longer = make_case(backend.spec, [(9, 113)], block_size=16)
     assert_near(run(backend, CPURuntime(WorkerContext()), longer), longer)
-    assert asked == [768, 1024]
+    assert asked == [96, 128]
     [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "520 tokens" in warning and warning.endswith("No execution plans support the graph")
+    assert " 65 tokens" in warning and warning.endswith("No execution plans support the graph")
 
 
 def test_other_errors_are_raised(calls, monkeypatch):
@@ -164,14 +164,14 @@ def test_other_errors_are_raised(calls, monkeypatch):
 
     monkeypatch.setattr(cudnn_attention, "dense_attention", failed)
     backend = backend_of()
-    case = make_case(backend.spec, [(0, 520)], block_size=16)
+    case = make_case(backend.spec, [(0, 65)], block_size=16)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         run(backend, CPURuntime(WorkerContext()), case)
 
 
 def test_values_that_are_not_finite_after_the_last_token_change_nothing(calls):
     backend = backend_of()
-    case = make_case(backend.spec, [(1030, 600)], block_size=64)
+    case = make_case(backend.spec, [(129, 75)], block_size=64)
     found = run(backend, CPURuntime(WorkerContext()), case, poison=float("nan"))
     off = (found.double() - expected(case)).abs().max()
     assert off <= tolerance(backend.spec.dtype, backend.spec.kv_dtype)
@@ -185,7 +185,7 @@ def test_a_prompt_for_which_the_memory_does_not_suffice_uses_the_kernels(calls, 
 
     monkeypatch.setattr(cudnn_attention, "dense_attention", without_memory)
     backend = backend_of()
-    case = make_case(backend.spec, [(40, 1), (9, 520)], block_size=16, padding=3)
+    case = make_case(backend.spec, [(40, 1), (9, 65)], block_size=16, padding=3)
     found = run(backend, CPURuntime(WorkerContext()), case)
     off = (found[: case.num_real_tokens].double() - expected(case)).abs().max()
     assert off <= tolerance(backend.spec.dtype, backend.spec.kv_dtype)
@@ -201,7 +201,7 @@ def test_a_sequence_whose_gathered_keys_and_values_exceed_the_limit_uses_the_ker
     assert library.plan(layout, torch.device("cpu")) is UNSUPPORTED
 
 
-@pytest.mark.parametrize("requests", [[(0, 511)], [(9, 1), (0, 600), (30, 2)], [(40, 1), (50, 1)]])
+@pytest.mark.parametrize("requests", [[(0, 63)], [(9, 1), (0, 75), (30, 2)], [(40, 1), (50, 1)]])
 def test_steps_with_shorter_prompts_use_the_kernels(requests, calls):
     backend = backend_of()
     case = make_case(backend.spec, requests, block_size=16)
@@ -225,7 +225,7 @@ def test_hosts_without_cudnn_do_not_use_it():
 
 
 def test_the_checks_on_devices_work_on_the_host_and_find_a_wrong_mask(monkeypatch):
-    for name, value in (("HEADS", {4: (4, 1)}), ("SMALL_PROMPTS", {"512 after 1100": [(1100, 512)]})):
+    for name, value in (("HEADS", {4: (4, 1)}), ("SMALL_PROMPTS", {"64 after 137": [(137, 64)]})):
         monkeypatch.setattr(on_device, name, value)
     with ExitStack() as stack:
         runtime = on_device.on_host(stack)

@@ -4,7 +4,8 @@ Nothing is computed: all tensors are on torch's `meta` device, so a launch that 
 fails.
 
 Run as a program, with targets and optionally names, it prints the resources of each kernel on each target:
-`python -m platforms.triton-kernels.tests.launches sm_90,gfx942 decode-128`.
+`python -m platforms.triton-kernels.tests.launches sm_90,gfx942 decode-128`. A name is followed by targets of its own
+after `@`, in place of the first argument's: `latent-decode@sm_100`.
 """
 
 from __future__ import annotations
@@ -331,8 +332,9 @@ def main(targets: list[str], names: list[str]) -> int:
     """Compiles for the targets, and returns how many launches did not fit."""
     compiled = import_module("platforms.triton-kernels.tests.compiled")
     failed = 0
-    for name in names or LAUNCHES:
-        for target in targets:
+    for asked in names or LAUNCHES:
+        name, _, own = asked.partition("@")
+        for target in own.split(",") if own else targets:
             if target not in TAKEN_BY.get(name, {target}):
                 continue
             for launch in launches_for(name, target):

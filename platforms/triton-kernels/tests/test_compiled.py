@@ -24,6 +24,7 @@ pytestmark = [
 
 PACKED = ("int4-one", "mxfp4-experts-decode", "int4-experts-decode", "float8-codes-experts-decode")
 SKINNY_GEMM = ("skinny-gemm-1", "skinny-gemm-16")
+LATENTS = ("latent-decode", "latent-prefill")
 GFX = ("90a", "942", "950", "1100", "1201")
 
 
@@ -41,10 +42,10 @@ def compile_launches(tmp_path, targets, *names):
 
 @pytest.fixture(scope="module")
 def few_launches(tmp_path_factory):
-    """Lines of some launches; one process imports Triton for all of one list of targets."""
-    folder = tmp_path_factory.mktemp("few")
-    both = compile_launches(folder, "sm_90,gfx942", "decode-64", *PACKED[:2])
-    return [*both.splitlines(), *compile_launches(folder, "sm_90", "prefill-64", *SKINNY_GEMM).splitlines()]
+    """Lines of some launches; one process imports Triton for all."""
+    both = ("decode-64", *PACKED[:2])
+    first, latents = (f"{name}@sm_90" for name in ("prefill-64", *SKINNY_GEMM)), (f"{name}@sm_100" for name in LATENTS)
+    return compile_launches(tmp_path_factory.mktemp("few"), "sm_90,gfx942", *both, *first, *latents).splitlines()
 
 
 def kernels(lines):
@@ -139,9 +140,10 @@ def test_packed_weights_are_loaded_16_bytes_at_a_time_and_stay_in_registers(requ
         assert int(found["wide"]) > 0 and found["spilled"] == "0", line
 
 
-def test_latents_fit_where_products_are_summed_in_tensor_memory_and_nothing_is_spilled(tmp_path):
-    lines = compile_launches(tmp_path, "sm_100", "latent-decode", "latent-prefill").splitlines()
-    numbers = [dict(pairwise(line.split()[3:])) for line in lines if line.split()[1].startswith("mla_")]
+def test_latents_fit_where_products_are_summed_in_tensor_memory_and_nothing_is_spilled(few_launches):
+    lines = [line.split() for line in few_launches if line.startswith(LATENTS)]
+    assert {line[2] for line in lines} == {"sm_100"}
+    numbers = [dict(pairwise(line[3:])) for line in lines if line[1].startswith("mla_")]
     assert len(numbers) == 2 and all(each["spilled"] == "0" and int(each["buffers"]) >= 2 for each in numbers)
 
 

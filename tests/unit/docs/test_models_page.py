@@ -16,6 +16,8 @@ from tests.helpers import model_coverage
 from tests.unit.docs import models_page
 from tests.unit.docs.models_page import PAGE, ROOT, merged_record, read_record, table, with_table
 
+pytestmark = pytest.mark.fresh_programs
+
 COMMAND = "run: python -m tests.unit.docs.models_page"
 
 

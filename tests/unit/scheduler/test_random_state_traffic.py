@@ -150,7 +150,14 @@ def run_random_schedule(seed: int) -> None:
     assert not engine.runner.rows
 
 
-@pytest.mark.parametrize("seed", [*range(0, 240, 24), 4160])  # in 4160 a long prompt is preempted while it is planned
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(0, 240, 48),
+        4160,  # a long prompt is preempted while it is planned
+        *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(24, 240, 48)),
+    ],
+)
 def test_every_request_reads_its_own_state(seed):
     for each in range(seed, seed + 24):
         run_random_schedule(each)

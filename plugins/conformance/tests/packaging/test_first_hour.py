@@ -84,14 +84,21 @@ def vendor(tmp_path_factory) -> VendorEnvironment:
         build_wheel(project, wheels)
     links = root / "requirements"
     links.mkdir()
-    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+    installed = Path(sysconfig.get_path("purelib"))
+    for entry in installed.iterdir():
         if not OURS.match(entry.name) and not NOT_LINKED.fullmatch(entry.name):
             (links / entry.name).symlink_to(entry)
     environment = root / "venv"
-    venv.EnvBuilder(with_pip=True, symlinks=True).create(environment)
-    subprocess.run([environment / "bin" / "python", "-m", "pip", "uninstall", "-q", "-y", "setuptools"], check=True)
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    (environment / "lib" / version / "site-packages" / "requirements.pth").write_text(f"{links}\n")
+    venv.EnvBuilder(symlinks=True).create(environment)
+    site = environment / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    for entry in (installed / "pip", *installed.glob("pip-*.dist-info")):  # to install it takes four seconds of a core
+        (site / entry.name).symlink_to(entry)
+    pip = environment / "bin" / "pip"
+    pip.write_text(
+        f"#!{environment}/bin/python\nimport sys\nfrom pip._internal.cli.main import main\nsys.exit(main())\n"
+    )
+    pip.chmod(0o755)
+    (site / "requirements.pth").write_text(f"{links}\n")
     folder = root / "work"
     folder.mkdir()
     return VendorEnvironment(folder, environment / "bin", wheels)

@@ -206,7 +206,14 @@ HOOK = "AssertionRewritingHook"
 """
 
 
-@pytest.mark.parametrize("conftest", ["", "import mvllm.testing\n", "from mvllm.testing.plugin import *\n"])
+@pytest.mark.parametrize(
+    "conftest",
+    [
+        "",
+        pytest.param("import mvllm.testing\n", marks=pytest.mark.exhaustive),
+        "from mvllm.testing.plugin import *\n",
+    ],
+)
 def test_the_suite_is_imported_once_under_both_names(run, tmp_path, conftest):
     (tmp_path / "test_some.py").write_text(ALIAS)
     (tmp_path / "conftest.py").write_text(conftest)

@@ -14,7 +14,7 @@ import pytest
 
 from mvllm.entrypoints.cli.main import main
 from tests.e2e.server.test_demo_vision import CIRCLE, png
-from tests.e2e.test_command_line import SMALL, folder, mvllm  # noqa: F401  (a fixture)
+from tests.e2e.test_command_line import SMALL, folder, mvllm, shell  # noqa: F401  (a fixture)
 from tests.helpers.server import SMALL as SERVER_SIZE
 from tests.helpers.server import ServerProcess
 
@@ -55,6 +55,25 @@ def test_chat_answers_each_line_of_a_pipe(folder: str) -> None:  # noqa: F811
     ran = mvllm("chat", "--model", folder, "--max-tokens", "6", *SMALL, stdin="Hi\n/stats\n/exit\n")
     assert ran.returncode == 0, ran.stderr
     assert "output tokens/s, platform cpu" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "words"),
+    [
+        ("mvllm chat --model {folder} {small} <&-", 0, ""),
+        pytest.param(
+            "printf '\\xff\\xfe\\n' | mvllm chat --model {folder} {small}",
+            0,
+            "lone surrogate",
+            marks=pytest.mark.exhaustive,
+        ),
+        ("mvllm chat --model {folder} --chat-template /bin/ls", 1, "error: The chat template '/bin/ls' cannot be read"),
+    ],
+)
+def test_closed_or_odd_standard_input(folder: str, script: str, status: int, words: str) -> None:  # noqa: F811
+    ran = shell(script.format(folder=folder, small=" ".join(SMALL)))
+    assert (ran.returncode, "Traceback" in ran.stderr) == (status, False), ran.stderr
+    assert words in ran.stderr
 
 
 def test_the_command_line_says_what_is_in_a_picture(tmp_path: Path) -> None:
