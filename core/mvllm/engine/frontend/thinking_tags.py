@@ -12,6 +12,7 @@ from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.thinking import DEFAULT_TAGS, ThinkingTokens
 
 _PROMPT_TAIL = 64
+_PROMPT_TAIL_CHARACTERS = 1024
 """Tokens at the end of a prompt in which its last tag is looked for."""
 
 _LINE_BREAKS = ("\n", "\n\n")
