@@ -12,8 +12,10 @@ from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.thinking import DEFAULT_TAGS, ThinkingTokens
 
 _PROMPT_TAIL = 64
-_PROMPT_TAIL_CHARACTERS = 1024
 """Tokens at the end of a prompt in which its last tag is looked for."""
+
+_PROMPT_TAIL_CHARACTERS = 1024
+"""The same in characters, of a prompt that is text."""
 
 _LINE_BREAKS = ("\n", "\n\n")
 """Texts after a tag that tokenizers join with its last character, if the tag is not a special token."""
