@@ -167,8 +167,9 @@ def _attend(
     values = rest[0] if rest else keys[..., :size]
     groups = given["num_heads"] // given["num_kv_heads"]
     q = query[part.tokens.reshape(-1)].reshape(requests, queries, given["num_kv_heads"], groups, -1)
-    q = q.transpose(0, 2, 3, 1, 4)
-    scores = (q @ keys.transpose(0, 2, 3, 1)[:, :, None]).astype(mx.float32) * given["scale"]
+    # A product of 16-bit arrays has 16-bit results, in which a large score is off by several percent of its share.
+    q = q.transpose(0, 2, 3, 1, 4).astype(mx.float32)
+    scores = (q @ keys.transpose(0, 2, 3, 1)[:, :, None].astype(mx.float32)) * given["scale"]
     if given["soft_cap"] is not None:
         scores = given["soft_cap"] * mx.tanh(scores / given["soft_cap"])
     scores = mx.where(mask[:, None, None], scores, mx.array(-mx.inf))
