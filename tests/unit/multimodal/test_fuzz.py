@@ -32,6 +32,7 @@ from mvllm.multimodal import processor_client
 from mvllm.multimodal.processor_client import ProcessorClient
 
 MODEL: Any = SimpleNamespace(
+    model_impl="auto",
     model="model",
     path=Path("/nowhere"),
     architecture="SomeModel",

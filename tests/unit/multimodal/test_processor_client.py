@@ -40,6 +40,7 @@ from mvllm.multimodal.processor_messages import ItemJob, ItemResult
 from tests.helpers.processes import wait_until
 
 MODEL: Any = SimpleNamespace(
+    model_impl="auto",
     model="model",
     path=Path("/nowhere"),
     architecture="SomeModel",

@@ -206,6 +206,7 @@ HOOK = "AssertionRewritingHook"
 """
 
 
+@pytest.mark.fresh_programs
 @pytest.mark.parametrize(
     "conftest",
     [
