@@ -173,13 +173,17 @@ def _attend(
     if given["soft_cap"] is not None:
         scores = given["soft_cap"] * mx.tanh(scores / given["soft_cap"])
     scores = mx.where(mask[:, None, None], scores, mx.array(-mx.inf))
+    highest = scores.max(axis=-1, keepdims=True)
+    sink = None
     if sinks is not None:
-        extra = sinks.astype(mx.float32).reshape(1, given["num_kv_heads"], groups, 1, 1)
-        extra = mx.broadcast_to(extra, (*scores.shape[:-1], 1))
-        shares = mx.softmax(mx.concatenate([scores, extra], axis=-1), axis=-1)[..., :-1]
-    else:
-        shares = mx.softmax(scores, axis=-1)
-    result = shares.astype(dtype) @ values.transpose(0, 2, 1, 3)[:, :, None]
+        sink = sinks.astype(mx.float32).reshape(1, given["num_kv_heads"], groups, 1, 1)
+        highest = mx.maximum(highest, sink)
+    weights = mx.exp(scores - highest)
+    # By block first: a sum of thousands of numbers in one go, as in MLX's softmax, is off by 1e-5.
+    total = weights.reshape(*weights.shape[:-1], -1, cache[0].shape[1]).sum(axis=-1).sum(axis=-1, keepdims=True)
+    if sink is not None:
+        total = total + mx.exp(sink - highest)
+    result = (weights / total).astype(dtype) @ values.transpose(0, 2, 1, 3)[:, :, None]
     return result.transpose(0, 3, 1, 2, 4).reshape(requests * queries, -1)
 
 
