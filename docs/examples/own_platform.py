@@ -83,9 +83,9 @@ class ToyRuntime(api.DeviceRuntime):
 
 def install(folder: Path) -> None:
     """Writes the metadata that `pip install` would write: the entry point that names this file's module."""
-    info = folder / "mvllm_toy-0.1.0.dist-info"
+    info = folder / "mvllm_toy-0.9.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mvllm-toy\nVersion: 0.1.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mvllm-toy\nVersion: 0.9.0\n")
     (info / "entry_points.txt").write_text("[mvllm.platforms]\ntoy = own_platform\n")
     sys.path.append(str(folder))
 

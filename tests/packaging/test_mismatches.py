@@ -106,7 +106,7 @@ def test_two_plugins(seen_with, tmp_path, acme):
 def test_another_contract(seen_with, acme, contract, command):
     seen = seen_with(acme(contract=contract), ask=["acme"])
     dotted = ".".join(map(str, contract))
-    facts = ("mvllm-acme 1.2.3", f"contract {dotted}", "mvllm 0.1.0", f"speaks {MAJOR}.{MINOR}")
+    facts = ("mvllm-acme 1.2.3", f"contract {dotted}", "mvllm 0.9.0", f"speaks {MAJOR}.{MINOR}")
     seen.found("platform.acme.contract", "broken", *facts, f"-> {command}")
     for name in ("", "acme"):
         seen.refused(name, *facts, f"Run: {command}\n")
@@ -146,7 +146,7 @@ def test_a_plugin_whose_metadata_requires_another_core(seen_with, acme, core_onl
     wheel = acme(requires=["mvllm>=7,<8", "rocket-fuel"])
     seen = seen_with(wheel)
     seen.found(
-        *("platform.acme.requirements", "broken", "mvllm is 0.1.0, required is <8,>=7", "rocket-fuel is missing"),
+        *("platform.acme.requirements", "broken", "mvllm is 0.9.0, required is <8,>=7", "rocket-fuel is missing"),
         "pip install -U mvllm mvllm-acme",
     )
     done = core_only.run("-m", "pip", "install", "--no-index", "--target", tmp_path / "other", wheel)

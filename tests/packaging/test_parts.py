@@ -43,7 +43,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 PARTS = {
     project["name"]: project
     for folder in sorted(REPOSITORY.glob("plugins/*/pyproject.toml"))
-    if f"{(project := tomllib.loads(folder.read_text())['project'])['name']}>=0.1,<0.2"
+    if f"{(project := tomllib.loads(folder.read_text())['project'])['name']}>=0.9,<1"
     in PROJECT["optional-dependencies"]["parts"]
 }
 COMMANDS = {
@@ -125,7 +125,7 @@ def test_a_command_whose_package_is_missing_names_it(core_only, command):
     part = package.removeprefix("mvllm-")
     wanted = f'needs the package {package}, which is not installed: pip install "mvllm[{part}]"'
     assert (done.returncode, done.stderr) == (1, f"error: `mvllm {command}` {wanted}\n")
-    assert PROJECT["optional-dependencies"][part] == [f"{package}>=0.1,<0.2"]
+    assert PROJECT["optional-dependencies"][part] == [f"{package}>=0.9,<1"]
 
 
 def test_doctor_names_the_missing_parts(core_only):

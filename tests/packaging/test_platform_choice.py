@@ -304,7 +304,7 @@ def test_another_contract_is_an_error_with_both_versions_and_the_command(plugins
     plugins.add("acme", contract=contract)
     outcome = plugins.choose("acme")
     assert outcome["error"][0] == "ContractError"
-    for word in ("mvllm-acme 1.2.3", "mvllm 0.1.0", f"{contract[0]}.{contract[1]}", f"{MAJOR}.{MINOR}"):
+    for word in ("mvllm-acme 1.2.3", "mvllm 0.9.0", f"{contract[0]}.{contract[1]}", f"{MAJOR}.{MINOR}"):
         assert word in outcome["text"]
     assert any(line.endswith(command) for line in outcome["text"].splitlines()), outcome["text"]
 

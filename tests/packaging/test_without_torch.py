@@ -54,7 +54,7 @@ def test_mvllm_imports_without_torch(core_only):
     """)
     location, result = printed.splitlines()
     assert location.startswith(str(core_only.folder)), "the wheel is tested, not the working tree"
-    assert result == "0.1.0 0.5"
+    assert result == "0.9.0 0.5"
 
 
 def test_importing_mvllm_loads_nothing_heavy(core_only):

@@ -1,7 +1,7 @@
 """Public interface for plugins other than platforms: models, executors, parsers, stat loggers, commands and others.
 
 Unlike `mvllm.plugin_api`, it has no contract version and may change with every minor version of mvllm. Packages that
-use it therefore require a range (`mvllm>=0.1,<0.2`). Names are resolved on first use; importing this module loads
+use it therefore require a range (`mvllm>=0.9,<1`). Names are resolved on first use; importing this module loads
 neither torch nor the engine. docs/how-to/extending.md describes the groups of names, docs/reference/executors.md those
 for executors with worker processes.
 """

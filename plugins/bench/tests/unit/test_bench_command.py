@@ -37,7 +37,7 @@ def test_it_is_listed_by_its_package_and_not_imported() -> None:
     program += "assert 'mvllm_bench' not in sys.modules"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
-    assert "bench      benchmarks of engines and of servers" in ran.stdout and "(mvllm-bench 0.1.0)" in ran.stdout
+    assert "bench      benchmarks of engines and of servers" in ran.stdout and "(mvllm-bench 0.9.0)" in ran.stdout
 
 
 def test_its_help_imports_nothing_heavy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,7 +154,7 @@ def test_mvllm_comes_from_the_wheel_and_nothing_else_of_ours_is_there(tutorial, 
 
 def test_the_platform_is_found_and_available(tutorial):
     found = output(tutorial, "mvllm platforms")
-    assert "acme: available" in found and "mvllm-acme 0.1.0" in found
+    assert "acme: available" in found and "mvllm-acme 0.9.0" in found
 
 
 def test_the_doctor_runs_the_platforms_check(tutorial):
@@ -167,7 +167,7 @@ def test_its_operation_has_priority_over_the_reference(tutorial):
 
 def test_the_platform_generates_text(tutorial):
     text = output(tutorial, "mvllm generate")
-    assert "Paris" in text and "platform acme, from mvllm-acme 0.1.0" in text
+    assert "Paris" in text and "platform acme, from mvllm-acme 0.9.0" in text
 
 
 def test_it_passes_the_conformance_suite(tutorial):
@@ -212,18 +212,18 @@ def test_the_package_builds_into_a_wheel_with_its_entry_point(tutorial, vendor, 
 
     done = vendor.run(f"pip wheel -q --no-deps -w {tmp_path} ./mvllm-acme")
     assert done.returncode == 0, done.stderr
-    [wheel] = tmp_path.glob("mvllm_acme-0.1.0-*.whl")
+    [wheel] = tmp_path.glob("mvllm_acme-0.9.0-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         assert "mvllm_acme/py.typed" in names
         assert not [name for name in names if name.startswith("tests")]
-        points = archive.read("mvllm_acme-0.1.0.dist-info/entry_points.txt").decode()
+        points = archive.read("mvllm_acme-0.9.0.dist-info/entry_points.txt").decode()
     assert "[mvllm.platforms]\nacme = mvllm_acme.plugin" in points
 
 
 class TestRefusals:
     CASES = (
-        ("acme", "already installed: mvllm-acme 0.1.0"),
+        ("acme", "already installed: mvllm-acme 0.9.0"),
         ("Acme_X1", "use 'acme-x1'"),
         ("9lives", "beginning with a letter"),
         ("a" * 41, "at most 40"),
