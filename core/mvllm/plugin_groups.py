@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mvllm.errors import ConfigError
 from mvllm.installable import installable_parts, missing_part
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 logger = get_logger(__name__)
+
+_Base = TypeVar("_Base")
 
 ENVIRONMENT_VARIABLE = "MVLLM_PLUGINS"
 
@@ -232,6 +234,24 @@ def load(group: PluginGroup, source: PluginSource) -> Any:
             f"The {group.noun} {source.name!r} is {source.entry_point} of {source.distribution} {source.version}, "
             f"which cannot be loaded: {type(e).__name__}: {e}. Run: pip install -U {source.distribution}"
         ) from e
+
+
+def load_class(group: PluginGroup, source: PluginSource, base: type[_Base], published: str) -> type[_Base]:
+    """Imports the class of an entry point.
+
+    Args:
+        base: The class that it must be derived from.
+        published: The base class as plugins import it, below `mvllm.extension_api`.
+
+    Raises:
+        ConfigError: It cannot be imported, is no subclass of the base class, or lacks methods of it.
+    """
+    found = load(group, source)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{source} must name a subclass of mvllm.extension_api.{published}, found {found!r}.")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ConfigError(f"{source} lacks methods of {base.__name__}: {', '.join(missing)}.")
+    return found
 
 
 def require(group: PluginGroup, name: str) -> PluginSource:

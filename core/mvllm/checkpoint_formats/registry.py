@@ -7,7 +7,6 @@ The name of a format says what it opens, without an import: `x.gguf` is a file o
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -156,13 +155,5 @@ def _installed() -> tuple[str, ...]:
 
 
 def _load(source: plugin_groups.PluginSource) -> CheckpointFormat:
-    found = plugin_groups.load(plugin_groups.CHECKPOINT_FORMATS, source)
-    if not (isinstance(found, type) and issubclass(found, CheckpointFormat)):
-        raise ConfigError(
-            f"{source} must name a subclass of mvllm.extension_api.checkpoint_formats.CheckpointFormat, found "
-            f"{found!r}."
-        )
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
-        raise ConfigError(f"{source} lacks methods of CheckpointFormat: {missing}.")
-    return found()
+    published = "checkpoint_formats.CheckpointFormat"
+    return plugin_groups.load_class(plugin_groups.CHECKPOINT_FORMATS, source, CheckpointFormat, published)()

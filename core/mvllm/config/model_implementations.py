@@ -9,7 +9,6 @@ class for are run by `transformers`, which is known where its package is not ins
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -106,16 +105,8 @@ def find_implementation(name: str) -> ModelImplementation | None:
     source = plugin_groups.find(plugin_groups.MODEL_IMPLS, name)
     if source is None:
         return None
-    found = plugin_groups.load(plugin_groups.MODEL_IMPLS, source)
-    if not (isinstance(found, type) and issubclass(found, ModelImplementation)):
-        raise ConfigError(
-            f"{source} must name a subclass of mvllm.extension_api.model_implementations.ModelImplementation, found "
-            f"{found!r}."
-        )
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
-        raise ConfigError(f"{source} lacks methods of ModelImplementation: {missing}.")
-    return found()
+    published = "model_implementations.ModelImplementation"
+    return plugin_groups.load_class(plugin_groups.MODEL_IMPLS, source, ModelImplementation, published)()
 
 
 def unsupported_reason(architecture: str, name: str) -> str | None:

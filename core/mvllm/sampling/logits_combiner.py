@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 import torch
 
 from mvllm import plugin_groups
-from mvllm.errors import ConfigError
 
 
 class LogitsCombiner(ABC):
@@ -49,7 +48,5 @@ def load_combiner(name: str) -> LogitsCombiner:
     Raises:
         ConfigError: There is none, it is not allowed or cannot be loaded, or it is not a LogitsCombiner.
     """
-    source, found = plugin_groups.load_plugin_by_name(plugin_groups.LOGITS_COMBINERS, name)
-    if not (isinstance(found, type) and issubclass(found, LogitsCombiner)):
-        raise ConfigError(f"{source} must name a subclass of mvllm.extension_api.LogitsCombiner, found {found!r}.")
-    return found()
+    source = plugin_groups.require(plugin_groups.LOGITS_COMBINERS, name)
+    return plugin_groups.load_class(plugin_groups.LOGITS_COMBINERS, source, LogitsCombiner, "LogitsCombiner")()

@@ -48,12 +48,8 @@ def make_connectors(
 
 
 def _make(config: KVConnectorConfig, context: KVConnectorContext) -> KVConnector:
-    source, kind = plugin_groups.load_plugin_by_name(plugin_groups.KV_CONNECTORS, config.name)
-    if not (isinstance(kind, type) and issubclass(kind, KVConnector)):
-        raise ConfigError(
-            f"The KV connector {config.name!r} is {source.entry_point} of {source.distribution} {source.version}, "
-            f"which is no class derived from KVConnector. Run: pip install -U {source.distribution}"
-        )
+    source = plugin_groups.require(plugin_groups.KV_CONNECTORS, config.name)
+    kind = plugin_groups.load_class(plugin_groups.KV_CONNECTORS, source, KVConnector, "kv_transfer.KVConnector")
     try:
         return kind(context)
     except MvllmError:

@@ -98,7 +98,4 @@ def _find(
             f"There is no {group.noun} {name!r}. Choose one of: {', '.join(names)}."
             f"{plugin_groups.missing_part_of(group)}"
         )
-    found = plugin_groups.load(group, plugin)
-    if not (isinstance(found, type) and issubclass(found, kind)):
-        raise ConfigError(f"{plugin} must name a subclass of mvllm.extension_api.{kind.__name__}, found {found!r}.")
-    return found
+    return plugin_groups.load_class(group, plugin, kind, kind.__name__)

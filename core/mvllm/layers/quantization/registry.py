@@ -100,7 +100,4 @@ def _resolve(name: str, stored_as: str | None) -> type[QuantizationMethod]:
             f"{', '.join(supported_methods())}. Take the unquantized checkpoint of the same model; quantization='int8' "
             "or 'int4' quantizes that while it is loaded."
         )
-    found = plugin_groups.load(plugin_groups.QUANTIZATION, source)
-    if not (isinstance(found, type) and issubclass(found, QuantizationMethod)):
-        raise ConfigError(f"{source} must name a subclass of mvllm.extension_api.QuantizationMethod, found {found!r}.")
-    return found
+    return plugin_groups.load_class(plugin_groups.QUANTIZATION, source, QuantizationMethod, "QuantizationMethod")
