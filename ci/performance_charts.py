@@ -88,7 +88,9 @@ def draw(title: str, bars: Sequence[Bar]) -> str:
             group = bar.group
             rows.append(f'<text class="text" x="12" y="{y + 15}" font-weight="600">{html.escape(group)}</text>')
             y += line
-        rows.append(f'<text class="text" x="{left - 10}" y="{y + 15}" text-anchor="end">{html.escape(bar.label)}</text>')
+        rows.append(
+            f'<text class="text" x="{left - 10}" y="{y + 15}" text-anchor="end">{html.escape(bar.label)}</text>'
+        )
         width = x(bar.ratio) - left
         rows.append(f'<rect class="bar" x="{left}" y="{y + 3}" width="{width:.1f}" height="{line - 8}"/>')
         rows.append(f'<text class="text" x="{x(bar.ratio) + 6:.1f}" y="{y + 15}">{bar.ratio:.2f}</text>')

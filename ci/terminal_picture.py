@@ -54,9 +54,7 @@ def typed(command: str) -> Lines:
 
 def run(command: str) -> Lines:
     """A command and its output."""
-    ran = subprocess.run(
-        ["sh", "-c", f"{command} 2>&1"], env=environment(), capture_output=True, text=True, check=True
-    )
+    ran = subprocess.run(["sh", "-c", f"{command} 2>&1"], env=environment(), capture_output=True, text=True, check=True)
     return [*typed(command), *wrapped(ran.stdout)]
 
 

@@ -158,7 +158,8 @@ def _platform_row(record: Mapping[str, Any]) -> Sequence[str]:
         f"`{record['platform']}`",
         plugin["distribution"],
         ran_on(record["platform"]),
-        (record["on"] or NOT_RUN) + (f", {record['devices']} devices" if record["on"] and record["devices"] > 1 else ""),
+        (record["on"] or NOT_RUN)
+        + (f", {record['devices']} devices" if record["on"] and record["devices"] > 1 else ""),
         ", ".join(f"{counts[status]} {status}" for status in order if counts[status]),
         f"{record['date']}, `{record['command']}`",
         further or "–",
