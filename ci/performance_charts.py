@@ -11,7 +11,7 @@ from __future__ import annotations
 import html
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,8 +165,9 @@ def with_tables(page: str, data: dict[str, list[Row]]) -> str:
     """A page with those of the generated tables that it has places for."""
     for name, table in tables(data).items():
         begin, end = (re.escape(text) for text in (f"<!-- table: {name} -->\n", "\n<!-- end of table -->"))
-        replaced: Callable[[re.Match[str]], str] = lambda match, table=table: match[1] + table + match[2]  # type: ignore[misc]
-        page = re.sub(f"({begin}).*?({end})", replaced, page, flags=re.DOTALL)
+        parts = re.split(f"({begin}).*?({end})", page, flags=re.DOTALL)
+        if len(parts) == 4:
+            page = parts[0] + parts[1] + table + parts[2] + parts[3]
     return page
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws docs/images/playground.png, the picture of the server's page: a short conversation in a browser without a window.
+"""Draws docs/images/playground.png, the server's page with a short conversation, in a browser without a window.
 
 .venv/bin/python ci/playground_picture.py       starts a server with the demo model, and writes the picture
 

@@ -36,7 +36,7 @@ def test_the_readme_of_a_platform_repeats_its_statement(platform: str) -> None:
 
 
 def test_no_page_says_that_something_runs_where_nothing_has_run() -> None:
-    pages = [path for path in ROOT.glob("*.md")]
+    pages = list(ROOT.glob("*.md"))
     for pattern in ("platforms/*/*.md", "plugins/*/*.md", "docs/*.md", "docs/*/*.md"):
         pages += [path for path in ROOT.glob(pattern) if path.parent.name not in ("decisions", "changes")]
     found = {str(path.relative_to(ROOT)): untrue_claims(path.read_text("utf-8")) for path in pages}

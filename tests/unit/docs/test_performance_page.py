@@ -1,4 +1,4 @@
-"""docs/explanation/performance.md: charts and tables show the data file; each figure has a command of the repository."""
+"""docs/explanation/performance.md: charts and tables show the data file; figures have commands of the repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README.md: short, for four readers, without what a stranger cannot follow; badges and the source address are filled."""
+"""README.md: short, for four readers; badges are up to date, and a release fills in the source address."""
 
 from __future__ import annotations
 
