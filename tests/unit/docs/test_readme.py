@@ -31,6 +31,16 @@ def test_a_reader_gets_a_command_a_figure_and_a_link(reader: str) -> None:
     assert re.search(r"^!\[|\| --- \||\*\*0 patched", text, re.MULTILINE)
 
 
+def test_the_cost_of_ports_is_that_of_its_page() -> None:
+    page = (ROOT / "docs" / "explanation" / "porting-cost.md").read_text("utf-8")
+    ours, published = (
+        page.partition(f"<!-- table: {name} -->")[2].partition("<!-- end")[0] for name in ("ours", "published")
+    )
+    assert {line.rstrip(" |").rpartition("|")[2].strip() for line in ours.splitlines()[3:] if line} == {"0"}
+    most = max(int(n) for n in re.findall(r"\| (?:about )?(\d+)(?: \([^|]*)? \|$", published, re.MULTILINE))
+    assert "**0 patched attributes**" in README and f"the largest plugin of vLLM has {most} " in README
+
+
 def test_a_clone_has_its_two_commands() -> None:
     assert {"python3 ci/dev.py run", "python3 ci/dev.py test"} <= set(re.findall(r"python3 ci/dev\.py \w+", README))
 
