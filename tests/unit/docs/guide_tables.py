@@ -15,6 +15,7 @@ from mvllm import RequestError, SamplingParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.env import KNOWN_VARIABLES
 from mvllm.entrypoints.cli.arguments import attribute_help
+from tests.unit.docs import hardware
 from tests.unit.docs.every_part import documented_commands
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -23,6 +24,8 @@ PAGES = {
     "sampling": DOCS / "reference" / "sampling-parameters.md",
     "engine": DOCS / "reference" / "engine-settings.md",
     "environment": DOCS / "reference" / "environment-variables.md",
+    "hardware": DOCS.parent / "README.md",
+    "hardware-features": DOCS / "reference" / "features.md",
 }
 
 
@@ -35,6 +38,8 @@ def tables() -> dict[str, str]:
         "sampling": _table(("parameter", "default", "permitted", "meaning"), _sampling_rows()),
         "engine": _table(("setting", "default", "permitted", "meaning"), _engine_rows()),
         "environment": _table(("variable", "meaning"), ((f"`{n}`", text) for n, text in KNOWN_VARIABLES.items())),
+        "hardware": hardware.table(to_root=""),
+        "hardware-features": hardware.table(to_root="../../"),
     }
 
 

@@ -17,10 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.unit.docs.hardware import ran_on
+
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reference" / "platforms.md"
 RECORDS = Path(__file__).with_name("platform_reports")
 WITHOUT_DEVICE = "without a device"
+NOT_RUN = "**no device**"
 
 CLAUSES_OF: dict[str, tuple[str, ...]] = {
     "dtypes": ("ATT-07", "RUN-01"),
@@ -84,11 +87,6 @@ FURTHER: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """Tests besides the conformance suite, and where they ran."""
 
-WITHOUT_THE_SUITE: dict[str, str] = {
-    "cuda": "one H200, but the suite **not on hardware**",
-}
-"""Where a platform has run if the suite has not."""
-
 VARYING: dict[str, frozenset[str]] = {
     "tpu": frozenset({"lazy", "compile", "unified_memory", "fork_safe", "devices_per_process"}),
 }
@@ -138,7 +136,7 @@ def tables(records: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     names = sorted(platforms)
     return {
         "platforms": _table(
-            ("platform", "distribution", "ran on", "clauses of the conformance suite", "seen", "further evidence"),
+            ("platform", "distribution", "has run on", "the suite ran on", "its clauses", "seen", "further evidence"),
             [_platform_row(record) for record in records.values()],
         ),
         "capabilities": _table(
@@ -156,11 +154,12 @@ def _platform_row(record: Mapping[str, Any]) -> Sequence[str]:
     order = ("passed", "failed", "waived", "not claimed", "not applicable", "not run")
     further = "; ".join(f"[{what}](../../{path})" for what, path in FURTHER.get(record["platform"], ()))
     plugin = record["plugin"]
-    ran = record["on"] or WITHOUT_THE_SUITE.get(record["platform"], "**not run on hardware**")
     return (
         f"`{record['platform']}`",
-        f"{plugin['distribution']} {plugin['version']}",
-        ran + (f", {record['devices']} devices" if record["on"] and record["devices"] > 1 else ""),
+        plugin["distribution"],
+        ran_on(record["platform"]),
+        (record["on"] or NOT_RUN)
+        + (f", {record['devices']} devices" if record["on"] and record["devices"] > 1 else ""),
         ", ".join(f"{counts[status]} {status}" for status in order if counts[status]),
         f"{record['date']}, `{record['command']}`",
         further or "–",

@@ -76,18 +76,34 @@ def test_methods_and_arguments_in_the_guide_exist():
         assert hasattr(mvllm.LLMEngine, name)
 
 
-def test_every_explained_error_is_in_the_source():
-    """Each heading of the last section is part of a message in the source, even if the string is split there."""
-    messages = "\n".join(
+@pytest.fixture(scope="module")
+def messages() -> str:
+    """Every text in the sources, with those that are split there joined."""
+    folders = ("core/mvllm", *(f"platforms/{name}/src" for name in ("cpu", "cuda", "rocm", "torch-gpu")))
+    return "\n".join(
         "".join(literal_parts(node))
-        for folder in ("core/mvllm", "platforms/cpu/src", "plugins/gguf/src", "plugins/transformers-backend/src")
+        for folder in (*folders, "plugins/gguf/src", "plugins/transformers-backend/src")
         for file in (ROOT / folder).rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text("utf-8")))
         if isinstance(node, ast.JoinedStr | ast.Constant)
     )
+
+
+def test_every_explained_error_is_in_the_source(messages: str) -> None:
+    """Each heading of the last section is part of a message in the source, even if the string is split there."""
     headings = re.findall(r'^### "(.+)"$', TROUBLESHOOTING, flags=re.MULTILINE)
     assert len(headings) > 10
     assert [heading for heading in headings if heading not in messages] == []
+
+
+def test_the_messages_of_symptoms_are_in_the_source(messages: str) -> None:
+    """First cells of the tables have them in code marks, with `...` for what differs."""
+    symptoms = TROUBLESHOOTING.partition("\n## ")[2].partition("\n## Doctor")[0]
+    cells = re.findall(r"^\| (.+?) \| .+ \| .+ \|$", symptoms, flags=re.MULTILINE)
+    quoted = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell) if " " in text]
+    parts = [part.strip(" :,") for text in quoted for part in text.split("...") if part.strip(" :,")]
+    assert len(parts) > 25
+    assert [part for part in parts if part not in messages and not part.startswith("mvllm ")] == []
 
 
 def literal_parts(node: ast.AST) -> list[str]:

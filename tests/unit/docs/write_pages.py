@@ -13,7 +13,7 @@ from pathlib import Path
 
 GENERATORS = (
     *("cli_page", "python_api_page", "metrics_page", "null_device_page"),
-    *("guide_tables", "models_page", "platforms_page"),
+    *("guide_tables", "models_page", "platforms_page", "badges"),
 )
 
 if __name__ == "__main__":
@@ -24,5 +24,6 @@ if __name__ == "__main__":
     for path in sorted(root.glob("plugins/*/tests/*_page.py")):
         runpy.run_path(str(path), run_name="__main__")
     subprocess.run([sys.executable, root / "ci" / "plugin_figures.py", "--write"], check=True)
+    subprocess.run([sys.executable, root / "ci" / "performance_charts.py"], check=True)
     if importlib.util.find_spec("triton") is not None:
         subprocess.run([sys.executable, "-m", "platforms.torch-gpu.tests.step_costs"], cwd=root, check=True)

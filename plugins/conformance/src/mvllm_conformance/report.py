@@ -87,6 +87,26 @@ class Subject:
     capabilities: dict[str, str] = field(default_factory=dict)
 
 
+def draw_badge(label: str, verdict: str, colour: str) -> str:
+    """An SVG badge.
+
+    Args:
+        label: Text of the left half.
+        verdict: Text of the right half.
+        colour: Its background, as SVG writes colours.
+    """
+    left, right = (7 * len(text) + 12 for text in (label, verdict))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img" '
+        f'aria-label="{label}: {verdict}">'
+        f'<rect width="{left}" height="20" fill="#444"/>'
+        f'<rect x="{left}" width="{right}" height="20" fill="{colour}"/>'
+        '<g fill="#fff" font-family="Verdana,sans-serif" font-size="11" text-anchor="middle">'
+        f'<text x="{left / 2}" y="14">{label}</text>'
+        f'<text x="{left + right / 2}" y="14">{verdict}</text></g></svg>\n'
+    )
+
+
 @dataclass
 class Report:
     """The result of a run.
@@ -254,17 +274,7 @@ class Report:
             colour = "#b7950b" if counts[Status.WAIVED] else "#1e8449"
         else:
             verdict, colour = "in part", "#7f8c8d"
-        label = f"mvllm contract {self.subject.contract or '?'}"
-        left, right = (7 * len(text) + 12 for text in (label, verdict))
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img" '
-            f'aria-label="{label}: {verdict}">'
-            f'<rect width="{left}" height="20" fill="#444"/>'
-            f'<rect x="{left}" width="{right}" height="20" fill="{colour}"/>'
-            '<g fill="#fff" font-family="Verdana,sans-serif" font-size="11" text-anchor="middle">'
-            f'<text x="{left / 2}" y="14">{label}</text>'
-            f'<text x="{left + right / 2}" y="14">{verdict}</text></g></svg>\n'
-        )
+        return draw_badge(f"mvllm contract {self.subject.contract or '?'}", verdict, colour)
 
     def write(self, path: Path) -> None:
         """Writes the JSON report to `path`, and table and badge to its name with the suffixes `.txt` and `.svg`."""
