@@ -170,6 +170,8 @@ function edit() {
   $("text").focus();
 }
 
+const duration = ms => ms < 2000 ? Math.round(ms) + " ms" : (ms / 1000).toFixed(1) + " s";
+
 function requestBody(asked) {
   const body = { model: asked.model, messages: turns(asked, $("system").value.trim()), stream: true, stream_options: { include_usage: true } };
   for (const name of NUMBERS) if ($(name).value !== "") body[name] = Number($(name).value);
@@ -211,7 +213,7 @@ async function answer() {
   delete message.partial;
   if (usage && first) {
     const seconds = Math.max((performance.now() - first) / 1000, 1e-3), rate = (usage.completion_tokens / seconds).toFixed(0);
-    message.note = `${usage.completion_tokens} tokens, the first after ${Math.round(first - begun)} ms, then ${rate} tokens/s`;
+    message.note = `${usage.completion_tokens} tokens, the first after ${duration(first - begun)}, then ${rate} tokens/s`;
   }
   answering.delete(asked.id);
   if (storedConversations().some(each => each.id === asked.id)) store(asked);  // unless it has been deleted
@@ -227,8 +229,8 @@ async function answer() {
 
 /* The list of conversations */
 
-/* A conversation of the storage, as the object that an answer is being added to if there is one. */
-const current = each => each.id === conversation.id ? conversation : answering.get(each.id)?.asked ?? each;
+/* A conversation of the list as it is at present: the object that an answer is being added to, or that of the storage. */
+const current = each => each.id === conversation.id ? conversation : answering.get(each.id)?.asked ?? readStored(CONVERSATION + each.id) ?? each;
 
 function openConversation(next) {
   conversation = next;
@@ -347,6 +349,7 @@ async function listModels(asks) {
   $("model").replaceChildren();
   for (const each of cards) make("option", $("model"), each.id).value = each.id;
   if (cards.some(each => each.id === chosen)) $("model").value = chosen;
+  $("model").hidden = false;
   if (conversation.messages.length) showAbilities(); else showConversation();
 }
 
@@ -388,7 +391,8 @@ function settingsChanged() {
 
 /* Events */
 
-const isNarrow = () => matchMedia("(max-width: 48rem)").matches;
+const narrow = matchMedia("(max-width: 48rem)");
+const isNarrow = () => narrow.matches;
 
 function showSide(shown) {
   document.body.classList.toggle("closed", !shown);
@@ -436,6 +440,7 @@ $("change-key").addEventListener("click", async () => {
 addEventListener("storage", event => { if (event.key?.startsWith(CONVERSATION)) showList() });
 addEventListener("pagehide", () => { if (answering.has(conversation.id)) store(conversation) });
 
+narrow.addEventListener("change", () => showSide(!isNarrow()));
 readSettings();
 showSide(!isNarrow());
 conversation = storedConversations().find(each => each.id === sessionStorage.getItem(SHOWN_KEY)) ?? conversation;
