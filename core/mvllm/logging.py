@@ -23,11 +23,12 @@ def log_level() -> str:
     return logging.getLevelName(logging.getLogger("mvllm").getEffectiveLevel())
 
 
-def configure_logging(level: str | None = None, *, default: str = "INFO") -> None:
+def configure_logging(level: str | None = None, *, default: str | None = None) -> None:
     """Sends the `mvllm` loggers to stderr, unless the embedding program has configured a handler.
 
     Args:
-        level: A level name; None for `MVLLM_LOGGING_LEVEL`, or `default` without this variable.
+        level: A level name; None for `MVLLM_LOGGING_LEVEL`.
+        default: The level without this variable; None for the level that is set already, or else `INFO`.
     """
     root = logging.getLogger("mvllm")
     if not root.handlers and not logging.getLogger().handlers:
@@ -35,7 +36,8 @@ def configure_logging(level: str | None = None, *, default: str = "INFO") -> Non
         handler.setFormatter(logging.Formatter(_FORMAT, _DATE_FORMAT))
         root.addHandler(handler)
         root.propagate = False
-    wanted = (level or os.environ.get("MVLLM_LOGGING_LEVEL") or default).upper()
+    current = logging.getLevelName(root.level) if root.level else "INFO"
+    wanted = (level or os.environ.get("MVLLM_LOGGING_LEVEL") or default or current).upper()
     known = logging.getLevelNamesMapping()
     root.setLevel(wanted if wanted in known else "INFO")
     if wanted not in known:
