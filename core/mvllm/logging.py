@@ -36,8 +36,10 @@ def configure_logging(level: str | None = None, *, default: str | None = None) -
         handler.setFormatter(logging.Formatter(_FORMAT, _DATE_FORMAT))
         root.addHandler(handler)
         root.propagate = False
-    current = logging.getLevelName(root.level) if root.level else "INFO"
-    wanted = (level or os.environ.get("MVLLM_LOGGING_LEVEL") or default or current).upper()
+    wanted = level or os.environ.get("MVLLM_LOGGING_LEVEL") or default
+    if not wanted and root.level != logging.NOTSET:
+        return
+    wanted = (wanted or "INFO").upper()
     known = logging.getLevelNamesMapping()
     root.setLevel(wanted if wanted in known else "INFO")
     if wanted not in known:
