@@ -16,9 +16,7 @@ PICTURE = "data:image/png;base64,AAAA"
 
 def test_the_list_of_models_says_what_the_model_can_do(tmp_path: Path) -> None:
     folder = Path(save_model_folder(tmp_path, TEMPLATE))
-    (folder / MODEL_CARD).write_text(
-        "---\nwidget:\n- text: Hello?\n- {text: What is it?, src: 'data:image/png,x'}\n---\n"
-    )
+    (folder / MODEL_CARD).write_text("---\nwidget:\n- text: Hello?\n- {text: It, src: 'data:image/png,x'}\n---\n")
     listed, one = Server(str(folder), "x").exchange(("GET", "/v1/models", None), ("GET", "/v1/models/m", None))
     [card] = listed.json()["data"]
     assert one.json() == card
