@@ -353,8 +353,12 @@ async function listModels(asks) {
   if (conversation.messages.length) showAbilities(); else showConversation();
 }
 
+/* Shows a value of the server's state, and hides it where the server has none. */
 function showState(name, text) {
-  for (const place of document.querySelectorAll(`[data-state=${name}]`)) place.textContent = text;
+  for (const place of document.querySelectorAll(`[data-state=${name}]`)) {
+    place.textContent = text ?? "-";
+    place.parentElement.hidden = text === undefined;
+  }
 }
 
 async function look(asks) {
@@ -363,10 +367,12 @@ async function look(asks) {
     const changed = phase !== load.phase;
     phase = load.phase;
     showState("phase", load.phase ?? "-");
-    showState("running", load.num_requests_running ?? "-");
-    showState("waiting", load.num_requests_waiting ?? "-");
-    showState("cache", load.kv_cache_usage === undefined ? "-" : (100 * load.kv_cache_usage).toFixed(1) + " %");
-    showState("rate", load.generation_tokens_per_second === undefined ? "-" : load.generation_tokens_per_second.toFixed(0));
+    showState("running", load.num_requests_running);
+    showState("waiting", load.num_requests_waiting);
+    showState("cache", load.kv_cache_usage === undefined ? undefined : (100 * load.kv_cache_usage).toFixed(1) + " %");
+    showState("rate", load.generation_tokens_per_second?.toFixed(0));
+    const { models } = load, isLoading = models?.[$("model").value]?.state === "loading";  // of a router
+    for (const place of document.querySelectorAll(".waiting")) place.dataset.why = isLoading ? "The model is being loaded " : "";
     if (changed || !cards.length) await listModels(asks);
   } catch (error) {
     phase = null;
