@@ -14,7 +14,8 @@ from mvllm.config.multimodal import MODALITIES
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 
 MODEL_CARD = "README.md"
-_MAX_HEADER = 16 << 10  # characters; YAML takes about 0.1 ms for each in the worst case
+_MAX_HEADER = 16 << 10  # characters
+_MAX_DEPTH = 16  # of lists and mappings; YAML takes seconds for hundreds
 _MAX_EXAMPLES = 8
 _MAX_TEXT = 400
 _MAX_PICTURE = 8 << 10
@@ -66,8 +67,13 @@ def read_examples(folder: Path, *, with_pictures: bool) -> list[str | list[dict[
     if first.rstrip() != "---" or not end:
         return []
     try:
+        depth = 0
+        for event in yaml.parse(header, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH:
+                return []
         fields = yaml.safe_load(header)
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except (yaml.YAMLError, ValueError):
         return []
     widgets = fields.get("widget") if isinstance(fields, Mapping) else None
     found = [_example(each) for each in widgets[:_MAX_EXAMPLES]] if isinstance(widgets, list) else []
