@@ -5,6 +5,7 @@ Torch is not imported here, nor in any conftest above tests/unit/scheduler and t
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -41,7 +42,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     It is started before a test that counts its children, and for no unit test.
     """
     seed_generators(item.nodeid)
+    level = logging.getLogger("mvllm").level  # which a command that a test calls sets
     with program_server.programs(fresh=item.get_closest_marker("fresh_programs") is not None):
         if not {"unit", "packaging"} & set(item.path.parts):
             program_server.start()
-        return (yield)
+        try:
+            return (yield)
+        finally:
+            logging.getLogger("mvllm").setLevel(level)

@@ -23,11 +23,12 @@ def log_level() -> str:
     return logging.getLevelName(logging.getLogger("mvllm").getEffectiveLevel())
 
 
-def configure_logging(level: str | None = None) -> None:
+def configure_logging(level: str | None = None, *, default: str | None = None) -> None:
     """Sends the `mvllm` loggers to stderr, unless the embedding program has configured a handler.
 
     Args:
-        level: A level name; the default is `MVLLM_LOGGING_LEVEL`, else `INFO`.
+        level: A level name; None for `MVLLM_LOGGING_LEVEL`.
+        default: The level without this variable; None for the level that is set already, or else `INFO`.
     """
     root = logging.getLogger("mvllm")
     if not root.handlers and not logging.getLogger().handlers:
@@ -35,7 +36,10 @@ def configure_logging(level: str | None = None) -> None:
         handler.setFormatter(logging.Formatter(_FORMAT, _DATE_FORMAT))
         root.addHandler(handler)
         root.propagate = False
-    wanted = (level or os.environ.get("MVLLM_LOGGING_LEVEL") or "INFO").upper()
+    wanted = level or os.environ.get("MVLLM_LOGGING_LEVEL") or default
+    if not wanted and root.level != logging.NOTSET:
+        return
+    wanted = (wanted or "INFO").upper()
     known = logging.getLevelNamesMapping()
     root.setLevel(wanted if wanted in known else "INFO")
     if wanted not in known:

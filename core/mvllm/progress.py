@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
+import logging
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from mvllm.logging import get_logger
@@ -13,6 +17,7 @@ from mvllm.logging import get_logger
 logger = get_logger(__name__)
 
 SECONDS_BETWEEN_LINES = 10.0
+ERASE_LINE = "\r\x1b[K"
 
 
 def has_terminal() -> bool:
@@ -41,6 +46,41 @@ def show_progress(total: int | None, what: str, *, disable: bool = False, **sett
         settings: Other arguments of tqdm, such as `unit`.
     """
     return progress_class()(total=total, desc=what, disable=disable, **settings)
+
+
+@contextlib.contextmanager
+def show_status(text: str) -> Iterator[None]:
+    """While the body runs, a line on the terminal with `text` and the seconds since its start, which is then erased.
+
+    Nothing is shown in the first second, while a progress bar is drawn, where stderr is no terminal, and where the log
+    has lines about progress (INFO).
+    """
+    if sys.stderr is None or not sys.stderr.isatty() or logger.isEnabledFor(logging.INFO):
+        yield
+        return
+    start, ended = time.monotonic(), threading.Event()
+    drawn = False
+
+    def draw() -> None:
+        nonlocal drawn
+        while not ended.wait(1.0):
+            bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+            if not getattr(bars, "_instances", None):
+                drawn = True
+                # The cursor is at the beginning of the line, so that a line of the log overwrites this one.
+                sys.stderr.write(f"{ERASE_LINE}{text}: {time.monotonic() - start:.0f} s\r")
+                sys.stderr.flush()
+
+    thread = threading.Thread(target=draw, name="status", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        if drawn:
+            sys.stderr.write(ERASE_LINE)
+            sys.stderr.flush()
 
 
 @functools.cache

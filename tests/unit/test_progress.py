@@ -1,10 +1,16 @@
-"""Progress without a terminal: log lines."""
+"""Progress: log lines without a terminal, and a status line on one."""
 
 from __future__ import annotations
+
+import io
+import logging
+import threading
 
 import pytest
 
 from mvllm import progress
+from mvllm.progress import ERASE_LINE, show_status
+from tests.helpers.processes import wait_until
 
 
 @pytest.fixture
@@ -56,3 +62,29 @@ def test_a_terminal_gets_a_bar(monkeypatch, capsys):
     with progress.show_progress(2, "Requests") as bar:
         bar.update(2)
     assert "100%" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_status_is_shown_after_a_second_and_erased(monkeypatch):
+    stderr = Terminal()
+    monkeypatch.setattr("sys.stderr", stderr)
+    logging.getLogger("mvllm").setLevel("WARNING")
+    with show_status("Loading x"):
+        pass
+    assert stderr.getvalue() == ""
+    with show_status("Loading x"):
+        wait_until(lambda: "Loading x: 1 s" in stderr.getvalue(), 30, stderr.getvalue)
+    assert stderr.getvalue().endswith(ERASE_LINE)
+
+
+def test_no_status_without_a_terminal_or_beside_a_log(monkeypatch):
+    for terminal, level in ((io.StringIO(), "WARNING"), (Terminal(), "INFO")):
+        monkeypatch.setattr("sys.stderr", terminal)
+        logging.getLogger("mvllm").setLevel(level)
+        before = threading.active_count()
+        with show_status("Loading x"):
+            assert threading.active_count() == before

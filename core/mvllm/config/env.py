@@ -17,7 +17,8 @@ KNOWN_VARIABLES: dict[str, str] = {
     "tokenizer of GGUF files; by default `mvllm` in `$XDG_CACHE_HOME` or `~/.cache`.",
     "MVLLM_TORCH_PROFILER_DIR": "Folder of the traces that `LLM.start_profile` writes; by default "
     "`mvllm_profile` in the working directory.",
-    "MVLLM_LOGGING_LEVEL": "Level of mvllm's log: DEBUG, INFO, WARNING or ERROR.",
+    "MVLLM_LOGGING_LEVEL": "Level of mvllm's log: DEBUG, INFO, WARNING or ERROR. Default: INFO; WARNING for chat, run, "
+    "complete and generate.",
 }
 """Description by name. Environment variables are for facts about a deployment; behaviour has settings."""
 

@@ -27,7 +27,7 @@ class HTTPPlugin:
     Attributes:
         tags: Tags of its routes that core does not have, with their descriptions.
         operations: Paths whose requests have spans, with the operation's name in OpenTelemetry's conventions.
-        root_text: What `GET /` answers to programs; None for core's text.
+        root_text: The first line of what `GET /` answers to programs, before core's; None for core's alone.
         model_options: Those of its options, such as `max_stored_bytes`, that each model of `--models` may set.
     """
 

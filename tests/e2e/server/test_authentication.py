@@ -23,7 +23,7 @@ from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.app import build_app, build_starlette_app
 from mvllm.entrypoints.openai.server.authentication import APIKeys, KeyLimits, Role, read_api_keys
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
-from mvllm.entrypoints.openai.server.middleware import UNAUTHENTICATED_PATHS
+from mvllm.entrypoints.openai.server.middleware import PAGE_PATH, UNAUTHENTICATED_PATHS
 from mvllm.entrypoints.openai.server.rate_limits import UNLIMITED_PATHS, RateLimiter
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
@@ -86,7 +86,7 @@ class TestEveryRoute:
         for who, bearer in BEARERS.items():
             headers = {"Authorization": bearer} if bearer else {}
             answer = self.ask(app, method, path.replace("{model_id:path}", "m"), headers)
-            if path in UNAUTHENTICATED_PATHS:
+            if path in (*UNAUTHENTICATED_PATHS, PAGE_PATH):
                 assert answer.status_code not in (401, 403)
             elif who in ("none", "wrong"):
                 assert answer.status_code == 401
@@ -148,8 +148,26 @@ class TestEveryRoute:
 
     @pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "MADEUP"])
     def test_no_method_bypasses_authentication(self, app: object, method: str) -> None:
-        for path in ("/v1/models", "/metrics", "/", "/docs", "/openapi.json", "/server_info", "/nothing"):
+        for path in ("/v1/models", "/metrics", "/docs", "/openapi.json", "/server_info", "/nothing"):
             assert self.ask(app, method, path, {}).status_code == 401
+        assert self.ask(app, method, "/", {}).status_code == (200 if method in ("GET", "HEAD") else 401)
+
+    def test_the_page_needs_no_key_and_has_nothing_of_the_server(self, app: object) -> None:
+        page = self.ask(app, "GET", "/", {"Accept": "text/html,*/*"})
+        assert page.headers["content-type"].startswith("text/html") and 'id="key"' in page.text
+        settings = ServerSettings(served_model_names=("secret-name",))
+        open_app = build_app(
+            ServerState(60), OpenAIServingModels(["secret-name"], "m"), HTTPMetrics(CollectorRegistry()), settings
+        )
+        assert self.ask(open_app, "GET", "/", {"Accept": "text/html,*/*"}).text == page.text
+
+    def test_without_the_page_the_root_needs_a_key(self) -> None:
+        settings = ServerSettings(api_keys=(USER,), docs=False)
+        app = build_app(ServerState(60), OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
+        for accept in ("text/html", "*/*"):
+            assert self.ask(app, "GET", "/", {"Accept": accept}).status_code == 401
+            answer = self.ask(app, "GET", "/", {"Accept": accept, "Authorization": f"Bearer {USER}"})
+            assert answer.headers["content-type"].startswith("text/plain") and "/docs" not in answer.text
 
 
 @pytest.fixture(scope="module")

@@ -236,15 +236,34 @@ def test_an_idle_server_uses_less_than_one_percent_of_a_cpu(server: ServerProces
 
 def test_the_playground_is_one_file_that_connects_to_this_server_only(client: httpx2.Client) -> None:
     answer = client.get("/", headers={"Accept": "text/html,*/*"})  # as browsers do
+    page = answer.text
     assert answer.headers["content-type"].startswith("text/html")
-    assert "connect-src 'self'" in answer.headers["content-security-policy"]
-    assert not re.search(r"(src|href|url)\s*[=(]|https?://|import ", answer.text.replace('href="data:,"', ""))
-    asked = set(re.findall(r'fetch\("([^"]+)"', answer.text))
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert len(scripts) == page.count("<script") == policy.count("'sha256-") > 1
+    assert "{{" not in page
+    assert not re.search(r"(src|href|url)\s*[=(]|https?://|import |innerHTML", page.replace('href="data:,"', ""))
+
+
+def test_the_playground_uses_routes_fields_and_elements_that_there_are(client: httpx2.Client) -> None:
+    page = client.get("/", headers={"Accept": "text/html"}).text
+    asked = set(re.findall(r'request\("([^"]+)"', page))
     assert asked == {"/v1/chat/completions", "/load", "/v1/models"}
-    fields = set(re.findall(r"load\.(\w+)", answer.text))
-    assert fields <= set(client.get("/load").json())
-    for name in set(re.findall(r'\$\("(\w+)"\)', answer.text)):
-        assert f'id="{name}"' in answer.text
+    assert asked < set(client.get("/openapi.json").json()["paths"])
+    assert set(re.findall(r"load\.(\w+)", page)) <= set(client.get("/load").json())
+    [card, _] = client.get("/v1/models").json()["data"]
+    of_cards = set(re.findall(r"\bcard\(\)\??\.(\w+)", page)) - {"status"}  # which routers add
+    assert of_cards == {"capabilities", "input_modalities", "example_messages"} <= set(card)
+    ids = re.findall(r' id="([\w-]+)"', page)
+    assert len(ids) == len(set(ids))
+    [settings] = re.findall(r"const NUMBERS = (\[.*?\]);", page)
+    used = set(re.findall(r'\$\("([\w-]+)"\)', page)) | set(json.loads(settings))
+    assert used <= set(ids)
+    for label in re.findall(r"<(?:button|input|select|textarea)[^>]* id=[^>]*>", page):  # each has a name
+        assert re.search(r'aria-label=|hidden>|type="button" class="quiet"|id="(send|close-settings)"', label) or (
+            re.search(r"<label[^>]*>[^<]+" + re.escape(label), page)
+        ), label
 
 
 def test_metrics_have_few_label_values(client: httpx2.Client, server: ServerProcess) -> None:

@@ -56,6 +56,12 @@ def test_names_of_this_machine_and_allowed_ones_are_answered(host: str) -> None:
     assert ask({"Host": host}, allowed_hosts=("Chat.example", "*.pages.example")).status_code == 200
 
 
+def test_the_page_is_not_for_foreign_names_either() -> None:
+    assert ask({"Host": "127.0.0.1:8000"}, path="/").status_code == 200
+    assert ask({"Host": "evil.example"}, path="/").status_code == 403
+    assert ask({"Origin": "http://evil.example"}, path="/").status_code == 403
+
+
 @pytest.mark.parametrize(
     "host",
     [

@@ -106,9 +106,9 @@ class TestHelp:
 class TestGenerate:
     def test_it_prints_the_prompt_with_its_continuation_and_the_speed(self, folder, clients, capsys):
         assert main(["generate", "--model", folder, "--prompt", "Hello "]) == 0
-        out = capsys.readouterr().out
-        assert f"Hello {ANSWER_TEXT}\n" in out
-        last_line = out.rstrip().splitlines()[-1]
+        captured = capsys.readouterr()
+        assert captured.out == f"Hello {ANSWER_TEXT}\n"
+        last_line = captured.err.rstrip().splitlines()[-1]
         assert "output tokens/s" in last_line
         assert last_line.endswith("platform fake, from nowhere")
 

@@ -121,7 +121,7 @@ def test_it_is_used_without_being_named(folder: str, install: Install) -> None:
         ("POST", "/greet", {"name": 5}),
         ("GET", "/openapi.json", None),
     )
-    assert root.text == "Greetings are running"
+    assert root.text.startswith("Greetings are running\nmvllm is running. ")
     assert answer.json()["text"] == "Hello, Ada" and answer.json()["tokens"] > 0
     assert wrong.status_code == 400 and wrong.json() == {"no": "no"}
     described = document.json()

@@ -9,6 +9,8 @@ import time
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, add_sampling_arguments
 
 DEFAULT_MAX_TOKENS = 128
+LOG_LEVEL = "WARNING"
+"""Texts are not interleaved with the log."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the generated text of each prompt, then the throughput and the platform."""
+    """Prints the generated text of each prompt, then on stderr the throughput and the platform."""
     from mvllm.entrypoints.cli.terminal import ThroughputCounter, open_llm, print_error, print_stream
 
     prompts: list[str] = args.prompt or [_read_stdin()]
@@ -44,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
                     failed = failed or sequence.error is not None
                     error_note = f" [error: {sequence.error}]" if sequence.error else ""
                     print(f"{output.prompt}{sequence.text}{error_note}\n")
-        print(("\n" if streamed else "") + speed.summary(f"platform {llm.llm_engine.platform_summary}"))
+        summary = speed.summary(f"platform {llm.llm_engine.platform_summary}")
+        sys.stdout.flush()
+        print(("\n" if streamed else "") + summary, file=sys.stderr)
     return 1 if failed else 0
 
 

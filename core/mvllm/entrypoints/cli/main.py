@@ -33,7 +33,8 @@ COMMANDS = {
     "completion": "print a script for the shell that completes commands and options",
 }
 """Core's commands and their summaries. Each is a module of this package (`_` for `-`) with `add_arguments(parser)` and
-`run(args) -> exit status`."""
+`run(args) -> exit status`. One that prints text for people, who do not read the log, may have a LOG_LEVEL: its level
+unless the environment sets one."""
 
 PART_COMMANDS = {
     "conformance": {
@@ -95,7 +96,7 @@ def _run(name: str | None, arguments: list[str], *, is_program: bool) -> int:
         parser.arguments = arguments
         args = parser.parse_args(expand_config(parser, arguments))
         check_model(command, args)
-        configure_logging()
+        configure_logging(default=getattr(module, "LOG_LEVEL", "INFO"))
         _warn_about_environment()
         assert module is not None
         status: int = module.run(args)

@@ -15,6 +15,7 @@ from mvllm.entrypoints.step_loop import stream_request
 from mvllm.entrypoints.thinking_defaults import with_thinking_tags
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.sampling_params import SamplingParams
+from mvllm.progress import show_status
 
 
 @contextlib.contextmanager
@@ -26,7 +27,9 @@ def open_llm(args: argparse.Namespace) -> Iterator[tuple[LLM, SamplingParams]]:
     """
     settings = engine_args(args)
     sampling_params(args, SamplingParams())  # rejects invalid values before the model is loaded
-    with LLM.from_engine_args(settings) as llm:
+    with show_status(f"Loading {settings.model}"):
+        llm = LLM.from_engine_args(settings)
+    with llm:
         params = sampling_params(args, llm.get_default_sampling_params())
         yield llm, with_thinking_tags(params, llm.llm_engine.config.model)
 

@@ -249,9 +249,11 @@ def test_the_root_says_what_clients_look_for_and_shows_browsers_the_page(folder:
     server = Server(folder, "Hello.")
     for headers in ({}, {"Accept": "application/json"}):
         get, head = server.exchange(("GET", "/", None), ("HEAD", "/", None), headers=headers)
-        assert get.text == "Ollama is running" and get.status_code == head.status_code == 200
+        first, second = get.text.splitlines()
+        assert first == "Ollama is running" and second.startswith("mvllm is running.") and "/docs" in second
+        assert get.status_code == head.status_code == 200 and head.content == b""
     [page] = server.exchange(("GET", "/", None), headers={"Accept": "text/html,*/*"})
     assert page.text.startswith("<!doctype html>") or page.text.startswith("<!DOCTYPE html>")
     server.settings = replace(server.settings, docs=False)
     [plain] = server.exchange(("GET", "/", None), headers={"Accept": "text/html"})
-    assert plain.text == "Ollama is running"
+    assert plain.text == "Ollama is running\nmvllm is running.\n"

@@ -19,6 +19,8 @@ from mvllm_router.pooled_model import ModelState, PooledModel
 
 _SCAN_SECONDS = 1.0
 _MAX_NAMES_IN_ERROR = 50
+_FACTS = ("capabilities", "input_modalities", "example_messages")
+"""Fields of the entries of `/v1/models` that the servers of models know."""
 _DEFAULT_TAG = ":latest"
 """What Ollama's clients add to names of models that have no tag."""
 _NEVER = "9999-12-31T23:59:59Z"
@@ -39,6 +41,7 @@ class ModelCatalog:
         self._created = int(time.time())
         self._sizes: dict[str, int] = {}
         self._max_model_lens: dict[str, int | None] = {}
+        self._facts: dict[str, dict[str, Any]] = {}
         self._ollama_entries: dict[str, list[dict[str, Any]]] = {}
         self._ollama_details: dict[str, bytes] = {}
 
@@ -109,6 +112,16 @@ class ModelCatalog:
             cards = msgspec.json.decode(data)["data"]
             model.adapters = frozenset(card["id"] for card in cards if card["parent"] is not None)
 
+    async def update_facts(self) -> None:
+        """Asks the loaded models that have not said it yet what they can do. It is kept when they are unloaded."""
+        for model in self._pool.loaded():
+            server, name = model.server, model.entry.name
+            if name in self._facts or not isinstance(server, ModelServerProcess):
+                continue
+            if (data := await server.client.fetch("/v1/models")) is not None:
+                card = msgspec.json.decode(data)["data"][0]
+                self._facts[name] = {fact: card[fact] for fact in _FACTS if fact in card}
+
     # --- OpenAI
 
     def cards(self) -> list[dict[str, Any]]:
@@ -129,6 +142,7 @@ class ModelCatalog:
                 "root": entry.engine.model,
                 "parent": parent,
                 "max_model_len": self._max_model_len(model),
+                **self._facts.get(entry.name, {}),
                 "status": status,
             }
             for name, parent in [*named, *((name, entry.name) for name in adapters)]

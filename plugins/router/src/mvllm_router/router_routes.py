@@ -156,6 +156,7 @@ class ModelRoutes:
     async def list_models(self, request: Request) -> Response:
         """All models with their states, in the format of the client's API."""
         await self._catalog.update()
+        await self._catalog.update_facts()
         cards = self._catalog.cards()
         return json_response(api_format(request.scope).model_list(cards))
 

@@ -73,6 +73,17 @@ def test_concurrent_first_requests_load_a_model_once_and_all_are_answered(
     assert server.log.count("Loading the model small.") == 1
 
 
+def test_the_page_needs_no_model_and_the_list_says_what_loaded_models_can_do(client: httpx2.Client) -> None:
+    page = client.get("/", headers={"Accept": "text/html"})
+    assert page.headers["content-type"].startswith("text/html") and 'id="model"' in page.text
+    load_only(client, "small")
+    cards = {card["id"]: card for card in client.get("/v1/models").json()["data"]}
+    for name in ("small", "gpt-4o"):
+        assert "chat" in cards[name]["capabilities"] and cards[name]["input_modalities"] == ["text"]
+        assert cards[name]["example_messages"]
+    assert "capabilities" not in cards["broken"]
+
+
 def test_each_api_reaches_the_model_by_its_name(client: httpx2.Client) -> None:
     chat = client.post("/v1/chat/completions", json={"model": "gpt-4o", "messages": QUESTION, "temperature": 0}).json()
     assert chat["model"] == "gpt-4o" and "Paris" in chat["choices"][0]["message"]["content"]

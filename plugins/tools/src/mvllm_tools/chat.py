@@ -24,11 +24,10 @@ from mvllm_tools.remote_model import RemoteModel, add_url_arguments
 if TYPE_CHECKING:
     from mvllm.extension_api.engine import LLMEngine
     from mvllm.extension_api.terminal import ThroughputCounter
+    from mvllm_tools.input_lines import Command
 
-_HELP = (
-    "/image FILE adds a picture to the next message, /reset forgets the conversation, /stats shows the speed, /bye "
-    "ends. Ctrl-C stops an answer."
-)
+LOG_LEVEL = "WARNING"
+"""A conversation is not interleaved with the log."""
 QUESTION = "What is in the picture?"
 """The first message of a conversation that begins with pictures."""
 
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace, message: str | None = None) -> int:
 def _run_conversation(session: ChatSession, where: str, message: str | None) -> int:
     """Answers one message, or lines of input until the input or a command ends the conversation."""
     from mvllm.extension_api.terminal import ThroughputCounter, print_error
-    from mvllm_tools.input_lines import read_lines, run_request
+    from mvllm_tools.input_lines import answer_lines, run_request, stopped_by_ctrl_c
 
     speed = ThroughputCounter()
     if message is not None:
@@ -88,25 +87,29 @@ def _run_conversation(session: ChatSession, where: str, message: str | None) -> 
             print_error(error)
         return 1 if error else 0
     if sys.stdin.isatty():
-        print(f"Running on {where}.\n{_HELP}")
+        print(f"Running on {where}.\n/help lists the commands, /exit leaves, Ctrl-C stops an answer.")
     if session.images:
         print(f"> {QUESTION}")
-        run_request(lambda: session.respond(QUESTION, speed))
-    for line in read_lines("> "):
-        match line.strip():
-            case "":
-                pass
-            case "/reset":
-                session.reset()
-            case "/stats":
-                print(speed.summary(where))
-            case "/help":
-                print(_HELP)
-            case command if command.startswith("/image "):
-                run_request(lambda text=command: session.add_image(text.removeprefix("/image ")))  # type: ignore[misc]
-            case _:
-                run_request(lambda text=line: session.respond(text, speed))  # type: ignore[misc]
+        with stopped_by_ctrl_c():
+            run_request(lambda text: session.respond(text, speed), QUESTION)
+    answer_lines(lambda text: session.respond(text, speed), _commands(session, speed, where))
     return 0
+
+
+def _commands(session: ChatSession, speed: ThroughputCounter, where: str) -> list[Command]:
+    """The commands of a conversation."""
+    from mvllm_tools.input_lines import Command
+
+    def show_speed(text: str) -> None:
+        print(speed.summary(where))
+
+    return [
+        Command(("/image",), "add a picture to the next message", session.add_image, "FILE"),
+        Command(("/system",), "set the system message; without TEXT, remove it", session.set_system, "TEXT"),
+        Command(("/retry",), "answer the last message again", lambda text: session.retry(speed)),
+        Command(("/clear", "/reset"), "forget the conversation", session.reset),
+        Command(("/stats",), "show the speed", show_speed),
+    ]
 
 
 def _message_printer(engine: LLMEngine, params: SamplingParams, template: str | None) -> MessagePrinter:
@@ -155,16 +158,25 @@ class ChatSession:
     def __init__(self, print_message: MessagePrinter, *, system: str | None, images: Sequence[str] = ()) -> None:
         self._print_message = print_message
         self.images = list(images)
-        self._system_messages: Messages = [{"role": "system", "content": system}] if system else []
-        self._messages = list(self._system_messages)
+        self._system_messages: Messages = []
+        self._messages: Messages = []
+        self._last_message: dict[str, Any] | None = None
+        self._messages_before: Messages = []
+        self.set_system(system or "")
 
-    def reset(self) -> None:
+    def reset(self, text: str = "") -> None:
         """Drops all messages but the system message, and pictures that were not sent."""
         self.images.clear()
-        self._messages = list(self._system_messages)
+        self._messages, self._last_message = [], None
+
+    def set_system(self, text: str) -> None:
+        """Replaces the system message; an empty text removes it. Other messages stay."""
+        self._system_messages = [{"role": "system", "content": text}] if text else []
 
     def add_image(self, name: str) -> str | None:
         """Adds a picture to the next message. Returns what is wrong with the file, or None."""
+        if not name.strip():
+            return "Name a file: /image FILE"
         try:
             self.images.append(image_url(Path(name.strip())))
         except ConfigError as e:
@@ -179,11 +191,23 @@ class ChatSession:
 
         Raises:
             RequestError: The request is invalid, for instance too long. The conversation is unchanged.
+            KeyboardInterrupt: The user has stopped the answer. The conversation is unchanged.
         """
         pictures = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
         self.images.clear()
         content = [*pictures, {"type": "text", "text": text}] if pictures else text
-        messages = [*self._messages, {"role": "user", "content": content}]
-        answer, error = self._print_message(messages, speed)
+        self._messages_before, self._last_message = self._messages, {"role": "user", "content": content}
+        return self._answer(speed)
+
+    def retry(self, speed: ThroughputCounter) -> str | None:
+        """Answers the last message again, whose answer is dropped. Returns and raises as `respond`."""
+        if self._last_message is None:
+            return "There is no message to answer again."
+        return self._answer(speed)
+
+    def _answer(self, speed: ThroughputCounter) -> str | None:
+        assert self._last_message is not None
+        messages = [*self._messages_before, self._last_message]
+        answer, error = self._print_message([*self._system_messages, *messages], speed)
         self._messages = [*messages, {"role": "assistant", "content": answer}]
         return error

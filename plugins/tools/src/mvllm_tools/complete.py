@@ -10,6 +10,8 @@ from mvllm.extension_api.cli import add_engine_arguments, add_sampling_arguments
 from mvllm_tools.remote_model import RemoteModel, add_url_arguments
 
 DEFAULT_MAX_TOKENS = 128
+LOG_LEVEL = "WARNING"
+"""Text is not interleaved with the log."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +45,7 @@ def _complete_all(args: argparse.Namespace, complete: Callable[[str], str | None
         where: The model's place, for the greeting.
     """
     from mvllm.extension_api.terminal import print_error
-    from mvllm_tools.input_lines import read_lines, run_request
+    from mvllm_tools.input_lines import answer_lines
 
     if args.prompt is not None:
         error = complete(args.prompt)
@@ -51,7 +53,6 @@ def _complete_all(args: argparse.Namespace, complete: Callable[[str], str | None
             print_error(error)
         return 1 if error else 0
     if sys.stdin.isatty():
-        print(f"Running on {where}. Type text to continue; /bye ends.")
-    for line in read_lines("> "):
-        run_request(lambda prompt=line: complete(prompt))  # type: ignore[misc]
+        print(f"Running on {where}.\nType text to continue. /exit leaves, Ctrl-C stops a continuation.")
+    answer_lines(complete)
     return 0

@@ -6,6 +6,8 @@ import argparse
 
 from mvllm_tools import chat
 
+LOG_LEVEL = chat.LOG_LEVEL
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command: those of `mvllm chat`."""

@@ -5,10 +5,16 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +23,7 @@ from tests.e2e.server.test_demo_vision import CIRCLE, png
 from tests.e2e.test_command_line import SMALL, folder, mvllm, shell  # noqa: F401  (a fixture)
 from tests.helpers.server import SMALL as SERVER_SIZE
 from tests.helpers.server import ServerProcess
+from tests.helpers.sse_server import DONE, Answer, SSEServer, event
 
 PROMPT = "Once upon a time"
 PROMPTS = (PROMPT, "The capital of France is", "The old dog")
@@ -146,3 +153,47 @@ def test_a_batch_file_with_a_picture(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     response = json.loads((tmp_path / "out.jsonl").read_text())["response"]
     assert "red" in response["body"]["choices"][0]["message"]["content"], response
+
+
+def test_the_terminal_stays_as_it_was() -> None:
+    """`mvllm chat` on a pseudo-terminal: no log, Ctrl-C stops an answer and then asks, and echo works afterwards."""
+
+    def answer(request: Any, index: int) -> Answer:
+        said = event(choices=[{"index": 0, "delta": {"content": "Well "}, "finish_reason": None}])
+        return Answer([said, 60.0, DONE])
+
+    terminal, inside = os.openpty()
+    before = termios.tcgetattr(inside)
+    seen = b""
+
+    def wait_for(pattern: str, times: int = 1) -> None:
+        nonlocal seen
+        os.set_blocking(terminal, False)
+        deadline = time.monotonic() + 120
+        while len(re.findall(pattern.encode(), seen)) < times:
+            assert time.monotonic() < deadline and process.poll() is None, (pattern, seen)
+            try:
+                seen += os.read(terminal, 1 << 16)
+            except BlockingIOError:
+                time.sleep(0.02)
+
+    with SSEServer(answer) as server:
+        command = [sys.executable, "-m", "mvllm.entrypoints.cli.main", "chat", "--url", server.url, "--model", "m"]
+        process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside)
+        try:
+            wait_for(r"> $")
+            os.write(terminal, b"Hello\n")
+            wait_for("Well ")
+            process.send_signal(signal.SIGINT)
+            wait_for(r"\[stopped\]\s+> $")
+            process.send_signal(signal.SIGINT)
+            wait_for(r"Press Ctrl-C again or type /exit to leave.\s+> $")
+            os.write(terminal, b"/exit\n")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait(60)
+    assert termios.tcgetattr(inside) == before
+    assert b"INFO" not in seen and b"Traceback" not in seen
+    os.close(terminal)
+    os.close(inside)

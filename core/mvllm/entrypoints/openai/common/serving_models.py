@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mvllm.config.model import ModelConfig
@@ -146,8 +147,14 @@ class OpenAIServingModels:
             raise _no_adapter(name)
         await engine.remove_lora(request.lora_int_id)
 
-    def model_cards(self, max_model_len: int | None) -> list[dict[str, Any]]:
-        """The entries of `/v1/models`: one for each name."""
+    def model_cards(
+        self, max_model_len: int | None, facts: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[dict[str, Any]]:
+        """The entries of `/v1/models`: one for each name.
+
+        Args:
+            facts: Further fields of each, such as those of `model_facts`.
+        """
         named = [(name, self._root, None) for name in self._names]
         adapters = [(name, request.lora_path, self.name) for name, request in self._lora_requests.items()]
         return [
@@ -159,6 +166,7 @@ class OpenAIServingModels:
                 "root": root,
                 "parent": parent,
                 "max_model_len": max_model_len,
+                **facts,
             }
             for name, root, parent in [*named, *adapters]
         ]

@@ -42,8 +42,8 @@ from mvllm.entrypoints.openai.server.tracing_middleware import TracingMiddleware
 from mvllm.entrypoints.openai.server.web_pages import docs_page, playground_page
 from mvllm.entrypoints.root_plugins import api_formats, is_root_plugin, loaded_plugins, log_failures, root_plugins
 
-_RUNNING = "mvllm is running"
-"""What programs get at `/`, unless a plugin has another text."""
+_RUNNING = "mvllm is running."
+_WHERE_DOCS_ARE = "Its routes are described at /docs, and /openapi.json."
 
 
 def build_app(
@@ -82,7 +82,14 @@ def add_middleware(
     keys = APIKeys(settings.api_keys, (*settings.admin_api_keys, *own))
     formats = api_formats(settings.disabled_http_plugins)
     app = RequestMiddleware(
-        app, keys, metrics.observe, rate_limiter, browser_check, formats, access_log=settings.access_log
+        app,
+        keys,
+        metrics.observe,
+        rate_limiter,
+        browser_check,
+        formats,
+        has_page=settings.docs,
+        access_log=settings.access_log,
     )
     if settings.allowed_origins:
         # Outermost: preflight requests of browsers have no key.
@@ -130,7 +137,7 @@ def build_starlette_app(
         tags = {name: text for plugin in added.plugins for name, text in plugin.tags.items()}
         return openapi_document(found, parts, body_routes.body_types, formats, tags, UNAUTHENTICATED_PATHS)
 
-    text = next((plugin.root_text for plugin in added.plugins if plugin.root_text is not None), _RUNNING)
+    text = _root_text((plugin.root_text for plugin in added.plugins), has_docs=settings.docs)
     mounts = [Mount(plugin.prefix, plugin.asgi_app(body_routes.reader)) for plugin in plugins]
     pages = _pages(document, text, has_docs=settings.docs)
     return make_application([*found, *pages.routes, *mounts])
@@ -185,6 +192,12 @@ class DirectRoutes:
         except Exception as e:  # noqa: BLE001  (to_api_error logs it)
             response = await handle_error(request, e)
         await response(scope, receive, send)
+
+
+def _root_text(lines: Iterable[str | None], *, has_docs: bool) -> str:
+    """What programs get at `/`: the first line of a plugin, for clients that look for it, and which program this is."""
+    first = [line for line in lines if line is not None][:1]
+    return "\n".join([*first, f"{_RUNNING} {_WHERE_DOCS_ARE}" if has_docs else _RUNNING, ""])
 
 
 def _pages(document: Callable[[], dict[str, Any]], text: str, *, has_docs: bool) -> APIRouter:

@@ -2,7 +2,8 @@
 metrics.
 
 It is one ASGI layer instead of several, because each layer costs time for every chunk of every stream. A path needs a
-key unless it is literally one of UNAUTHENTICATED_PATHS, so unusual spellings of these need one, too.
+key unless it is literally one of UNAUTHENTICATED_PATHS or `GET` of the chat page, so unusual spellings of these
+need one, too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from mvllm.multimodal.media_fetcher import current_client
 logger = get_logger(__name__)
 
 UNAUTHENTICATED_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+PAGE_PATH = "/"
+"""The path of the chat page, which asks its user for the key that it sends, and holds nothing of the server's."""
 _UNLOGGED_PATHS = UNAUTHENTICATED_PATHS | {"/metrics", "/ping", "/load"}
 _SLASHES = re.compile("/{2,}")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -53,6 +56,7 @@ class RequestMiddleware:
         rate_limiter: Limits the requests of each key; None for no limits.
         browser_check: Checks requests without a key; None for no check.
         formats: The formats of APIs other than OpenAI's.
+        has_page: Whether PAGE_PATH has the chat page, for which no key is needed.
         access_log: Whether to log method, path, status, time and request id of each response.
     """
 
@@ -65,6 +69,7 @@ class RequestMiddleware:
         browser_check: BrowserCheck | None = None,
         formats: Sequence[APIFormat] = (),
         *,
+        has_page: bool = False,
         access_log: bool = True,
     ) -> None:
         self._app = app
@@ -73,6 +78,7 @@ class RequestMiddleware:
         self._formats = formats
         self._keys = keys
         self._observe = observe
+        self._has_page = has_page
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,7 +116,7 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            caller = scope["mvllm.caller"] = self._authorize(scope["headers"], path)
+            caller = scope["mvllm.caller"] = self._authorize(scope["headers"], scope["method"], path)
             if self._rate_limiter is not None:
                 running = self._rate_limiter.start(scope, caller)
             set_current_request(running)
@@ -130,7 +136,7 @@ class RequestMiddleware:
                 shown = status or "left"
                 logger.info('"%s %s" %s %.1f ms %s', method, _printable_path(path), shown, seconds * 1e3, request_id)
 
-    def _authorize(self, headers: Iterable[tuple[bytes, bytes]], path: str) -> Caller:
+    def _authorize(self, headers: Iterable[tuple[bytes, bytes]], method: str, path: str) -> Caller:
         """The caller of a request.
 
         Raises:
@@ -138,7 +144,8 @@ class RequestMiddleware:
         """
         caller = self._keys.authenticate(headers)
         if path not in UNAUTHENTICATED_PATHS:
-            if caller.role == Role.UNAUTHENTICATED:
+            is_page = self._has_page and method == "GET" and path == PAGE_PATH
+            if caller.role == Role.UNAUTHENTICATED and not is_page:
                 raise APIError(
                     401,
                     "Send a valid API key: Authorization: Bearer <key>, or x-api-key: <key>.",

@@ -14,6 +14,7 @@ from mvllm.entrypoints.openai.chat_completions import ChatCompletionHandler, Sto
 from mvllm.entrypoints.openai.common.api_format import api_format
 from mvllm.entrypoints.openai.common.api_router import APIRouter
 from mvllm.entrypoints.openai.common.json_response import json_response
+from mvllm.entrypoints.openai.common.model_facts import model_facts
 from mvllm.entrypoints.openai.completions import CompletionHandler
 from mvllm.entrypoints.openai.pooling.embeddings import embedding_handler, pooling_handler
 from mvllm.entrypoints.openai.pooling.scores import classification_handler, rerank_handler, score_handler
@@ -63,6 +64,7 @@ class Routes:
         self._body_routes = body_routes = server.body_routes
         self._metrics = metrics
         self._store_completion = store_completion
+        self._facts: dict[str, Any] | None = None
         tags = ("health", "generation", "embeddings", "models", "tokens", "monitoring", "admin")
         self.routers = [APIRouter(tags=[tag]) for tag in tags]
         health, generation, embeddings, model_names, tokens, monitoring, admin = self.routers
@@ -113,14 +115,13 @@ class Routes:
 
     async def list_models(self, request: Request) -> Mapping[str, Any]:
         """The names of the model and of LoRA adapters, in the format of the client's API."""
-        cards = self._models.model_cards(self._max_model_len())
-        return api_format(request.scope).model_list(cards)
+        return api_format(request.scope).model_list(await self._model_cards())
 
     async def get_model(self, request: Request) -> Mapping[str, Any]:
         """One of the names, in the format of the client's API."""
         model_id: str = request.path_params["model_id"]
         self._models.resolve_name(model_id, with_adapters=True)
-        [card] = [card for card in self._models.model_cards(self._max_model_len()) if card["id"] == model_id]
+        [card] = [card for card in await self._model_cards() if card["id"] == model_id]
         return api_format(request.scope).model(card)
 
     async def version(self, request: Request) -> dict[str, str]:
@@ -146,9 +147,13 @@ class Routes:
         """The metrics in Prometheus' format."""
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
 
-    def _max_model_len(self) -> int | None:
-        engine = self._state.loaded_engine
-        return None if engine is None else engine.model_config.max_model_len
+    async def _model_cards(self) -> list[dict[str, Any]]:
+        context = self._state.loaded_context
+        if context is None:
+            return self._models.model_cards(None)
+        if self._facts is None:
+            self._facts = await model_facts(context)
+        return self._models.model_cards(context.engine.model_config.max_model_len, self._facts)
 
 
 def _status_response(reason: str | None) -> Response:

@@ -70,6 +70,11 @@ class ServerState:
         self.phase = ServerPhase.READY
 
     @property
+    def loaded_context(self) -> ServingContext | None:
+        """What runs requests, or None while the model is being loaded."""
+        return self._context
+
+    @property
     def loaded_engine(self) -> AsyncLLM | None:
         """The engine, or None while it is being loaded."""
         return None if self._context is None else self._context.engine

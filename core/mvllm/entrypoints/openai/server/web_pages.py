@@ -7,6 +7,7 @@ allows the page's own script by hash, so no injected script can run.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import html
 import json
@@ -17,13 +18,21 @@ from typing import Any
 
 from starlette.responses import HTMLResponse
 
+_PLAYGROUND = "playground"
+_PART = re.compile(r"{{([\w.]+)}}")
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 _Operation = tuple[str, str, Mapping[str, Any]]
 
 
 def playground_page() -> HTMLResponse:
     """The page at `/`."""
-    return _page(_read("playground.html"))
+    return _page(_playground_text())
+
+
+@functools.cache
+def _playground_text() -> str:
+    """The page with its style and its scripts, which are files of their own."""
+    return _PART.sub(lambda part: _read(f"{_PLAYGROUND}/{part[1]}").rstrip(), _read(f"{_PLAYGROUND}/page.html"))
 
 
 def docs_page(document: Mapping[str, Any]) -> HTMLResponse:
