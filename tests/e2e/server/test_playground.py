@@ -1,11 +1,10 @@
-"""The page at `/` in a real browser. If the variable WRITE_PICTURES is set, the test renews the picture in the docs."""
+"""The page at `/` in a real browser."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
-import os
 import wave
 from array import array
 from collections.abc import Iterator
@@ -17,8 +16,6 @@ from mvllm.entrypoints.openai.common.openapi import TAGS
 from tests.helpers.browser import PROGRAM, Browser
 from tests.helpers.server import SMALL, ServerProcess
 
-PICTURE = Path(__file__).parents[3] / "docs" / "images" / "playground.png"
-WRITE = "WRITE_PICTURES"
 KEY = "page-key-0815"
 READY = "document.querySelector('#phase')?.textContent === 'ready' && cards[0]?.capabilities !== undefined"
 IDLE = "answering.size === 0"
@@ -81,11 +78,6 @@ def test_a_chat_with_the_model(server: ServerProcess, browser: Browser) -> None:
     assert question == "What is the capital of Japan?" and "Tokyo" in answer
     ask(browser, "And of Italy?")
     assert [kind for kind, _ in messages(browser)] == ["user", "assistant"] * 2
-    if WRITE in os.environ:
-        browser.evaluate("$('new').click()")
-        ask(browser, "Tell me a story about a fox named Nia.")
-        browser.evaluate("document.querySelector('#list li:last-child button').click()")
-        PICTURE.write_bytes(browser.screenshot())
     assert browser.screenshot().startswith(b"\x89PNG")
     ask(browser, "word " * 9000)
     assert "max_model_len" in browser.evaluate("document.querySelector('.error').textContent")
