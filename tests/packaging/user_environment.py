@@ -160,7 +160,7 @@ class UserEnvironment:
         words = shlex.split(re.sub(r"(\S*)\{([^}]*)\}", expanded, command))
         found: list[str] = []
         seen: set[tuple[Path, str]] = set()
-        after = [i for i, word in enumerate(words) if word == "install"][0] + 1
+        after = words.index("install") + 1
         for word in words[after:]:
             if word.startswith("-"):
                 continue

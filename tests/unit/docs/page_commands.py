@@ -1,12 +1,12 @@
 """The commands and programs of the pages that a user copies from, and what the tests do with each.
 
-Every fenced block with the language `console`, `bash`, `sh`, `shell` or none contains commands, one a line; so does the
-comment at the top of a file of docs/deploy, and `RUN` of a Dockerfile that installs. A line that ends with `\\` or in an
-open quote continues. A block with lines `$ COMMAND` is a transcript: its other lines are what the command prints, or
+Every fenced block with the language `console`, `bash`, `sh`, `shell` or none contains commands, one a line. So do the
+comment at the top of a file of docs/deploy, and `RUN` of a Dockerfile that installs. A line that ends with `\\` or in
+an open quote continues. A block with lines `$ COMMAND` is a transcript: its other lines are what the command prints, or
 after `> ` what is typed. Output without a command has the language `text`.
 
-`ROWS` says what happens to a command: the first row whose pattern matches the whole command decides. A command without a
-row fails a test. To add one, add a row.
+`ROWS` says what happens to a command: the first row whose pattern matches the whole command decides. A command without
+a row fails a test. To add one, add a row.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ ROWS = (
     Row(r".*WHEELHOUSE.*", NOT_RUN, "run by the trial of a release, which builds a wheelhouse"),
     Row(r"pip install torch --index-url URL", NOT_RUN, "URL stands for an index"),
     Row(r"mvllm (chat|serve|run|pull|generate|show) \S+/.*", NOT_RUN, "needs the hub"),
+    Row(r"curl .*thinking_token_budget.*", NOT_RUN, "needs a reasoning model"),
     Row(r"(curl|wget) .*-[LO].*", NOT_RUN, "needs a network"),
     Row(r"(uv )?pip install .*--torch-backend=(auto|xpu).*", NOT_RUN, "needs torch for a device; resolved"),
     Row(rf"(uv )?pip install .*\./platforms/{DEVICE}.*", NOT_RUN, "needs another runtime; resolved"),
@@ -112,7 +113,9 @@ ROWS = (
     Row(r"mvllm generate .*--platform null .*", RUN, prints=r"\w"),
     Row(r"mvllm generate .*The capital of France is.*", RUN, prints=r"Paris"),
     Row(r"mvllm generate (--model )?demo --prompt .*", RUN, prints=r"\w{3}"),
-    Row(r"mvllm chat (--model )?demo-vision --image docs/examples/circle\.png.*", RUN, "", "What is this?", r"(?i)red circle"),
+    Row(
+        r"mvllm chat (--model )?demo-vision --image docs/examples/circle\.png.*", RUN, "", "What is it?", r"red circle"
+    ),
     Row(r"mvllm (chat|run) (--model )?demo", RUN, "", "What is the capital of France?", r"Paris"),
     Row(r"mvllm run (--model )?demo .*", RUN, prints=r"\w{3}"),
     Row(r"mvllm serve (--model )?demo", SERVER),
@@ -184,7 +187,7 @@ def commands_of(page: str) -> list[Command]:
         if block.language in SHELL:
             found += _commands_of_block(page, block)
     text = (ROOT / page).read_text(encoding="utf-8")
-    outside = re.sub(r"^ *```.*?^ *```", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE)
+    outside = re.sub(r"(?ms)^ *```.*?^ *```", lambda match: "\n" * match[0].count("\n"), text)
     for match in re.finditer(r"`((?:(?:uv )?pip install|python3?|docker|curl|--torch-backend=\S+) [^`]+)`", outside):
         text = " ".join(match[1].split())
         text = f"uv pip install {text}" if text.startswith("--") else text  # arguments in a table of them

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from mvllm.entrypoints.cli import main
 from mvllm.entrypoints.cli.argument_parser import find_subcommand
@@ -110,7 +111,8 @@ def test_images_contain_copies_of_the_engine() -> None:
     for path in sorted((ROOT / "docs" / "deploy").glob("*.Dockerfile")):
         text = path.read_text(encoding="utf-8")
         before = text[: text.index('".[parts]"')]
-        assert "\nENV UV_NO_EDITABLE=1\n" in before and "FROM" not in before[before.index("UV_NO_EDITABLE") :], path.name
+        assert "\nENV UV_NO_EDITABLE=1\n" in before, path.name
+        assert "FROM" not in before[before.index("UV_NO_EDITABLE") :], path.name
 
 
 class TestInstallPage:
@@ -126,14 +128,16 @@ class TestInstallPage:
         section = self.page.partition("| libraries | for |")[2].partition("\n\n")[0]
         named = {word for cell in re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE) for word in cell.split()}
         extras = PROJECT["optional-dependencies"]
-        wanted = {re.match(r"[\w-]+", text)[0] for name in ("completion", "multimodal", "otel") for text in extras[name]}  # type: ignore[index]
-        assert named == wanted | {"mcp"}
+        texts = [text for name in ("completion", "multimodal", "otel") for text in extras[name]]
+        assert named == {Requirement(text).name for text in texts} | {"mcp"}
 
     def test_the_line_of_pip_names_the_folder_of_every_part(self) -> None:
         [command] = [c for c in COMMANDS if c.page == INSTALL and re.match(r"pip install \. ", c.normal)]
         folders = {name for group in re.findall(r"\{([^}]*)\}", command.normal) for name in group.split(",")}
-        names = {tomllib.loads((ROOT / "plugins" / f / "pyproject.toml").read_text())["project"]["name"] for f in folders}
-        assert names == {text.partition(">")[0] for text in PROJECT["optional-dependencies"]["parts"]}
+        projects = [tomllib.loads((ROOT / "plugins" / name / "pyproject.toml").read_text()) for name in folders]
+        assert {project["project"]["name"] for project in projects} == {
+            text.partition(">")[0] for text in PROJECT["optional-dependencies"]["parts"]
+        }
 
 
 class TestExtraction:
