@@ -134,14 +134,15 @@ GENERATE = 'mvllm generate demo --prompt "The capital of France is" --temperatur
 @pytest.mark.parametrize("number", range(len(INSTALLATIONS)))
 def test_each_way_of_installation_makes_an_environment_that_generates(number: int, tmp_path) -> None:
     environment = UserEnvironment(tmp_path)
-    if "install uv" in INSTALLATIONS[number].text:
-        (environment.tools / "uv").unlink()
-    inside = [c for c in commands_of(INSTALL) if c.text in INSTALLATIONS[number].text]
-    for command in dict.fromkeys(c.text for c in inside if "URL" not in c.text):
+    block = INSTALLATIONS[number]
+    (environment.tools / "uv").unlink()  # the block installs it, or does without
+    lines = range(block.line, block.line + block.text.count("\n"))
+    for command in [command.text for command in commands_of(INSTALL) if command.line in lines]:
+        if "--index-url URL" in command:
+            environment.deliver("pip install torch")
+            continue
         done = environment.run(command)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        if "-m venv" in command and "install uv" not in INSTALLATIONS[number].text:
-            environment.deliver("pip install torch")  # the line with the index of torch
     done = environment.run(GENERATE)
     assert done.returncode == 0 and "Paris" in done.stdout, done.stderr
 

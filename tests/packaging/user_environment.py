@@ -151,6 +151,9 @@ class UserEnvironment:
         """Links what an index would deliver to a command that installs into the environment."""
         wanted = self.requirements(command)
         target = site_packages(self.venv)
+        for old in target.glob("setuptools*"):  # venv has an old one; an isolated build takes the newest
+            if not old.is_symlink():
+                shutil.rmtree(old)
         link_distributions([*BUILD_TOOLS, *wanted], target, copy_metadata=True)  # uv ignores links to metadata
         if "uv" in wanted:
             shutil.copy(Path(sysconfig.get_path("scripts")) / "uv", self.venv / "bin" / "uv")
