@@ -113,6 +113,8 @@ def test_the_environment_was_made_by_the_commands_of_the_pages(pages: Pages) -> 
     assert not names & {"mvllm-cuda", "mvllm-ray", "mypy", "ruff", "av", "scipy", "fastapi"}
     assert (pages.environment.venv / "bin" / "mvllm").is_file()
     assert not (pages.environment.venv / "bin" / "pip").exists()
+    links = {package["name"] for package in json.loads(listed) if "editable_project_location" in package}
+    assert {"mvllm", "mvllm-tools"} <= links and "mvllm-cpu" not in links, "install.md says so"
 
 
 def test_servers_end_with_status_0_at_ctrl_c(pages: Pages) -> None:
