@@ -123,9 +123,7 @@ ROWS = (
     Row(r"mvllm generate .*--platform null .*", RUN, prints=r"\w"),
     Row(r"mvllm generate .*The capital of France is.*", RUN, prints=r"Paris"),
     Row(r"mvllm generate (--model )?demo --prompt .*", RUN, prints=r"\w{3}"),
-    Row(
-        r"mvllm chat (--model )?demo-vision --image docs/examples/circle\.png.*", RUN, "", "What is it?", r"red circle"
-    ),
+    Row(r"mvllm chat (--model )?demo-vision --image docs/examples/circle\.png.*", RUN, prints=r"red circle"),
     Row(r"mvllm (chat|run) (--model )?demo", RUN, "", "What is the capital of France?", r"Paris"),
     Row(r"mvllm run (--model )?demo .*", RUN, prints=r"\w{3}"),
     Row(r"mvllm serve (--model )?demo", SERVER),
