@@ -267,7 +267,7 @@ def joined(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
         waiting = (first, text) if is_open else None
         if not is_open:
             found.append((first, text.replace("\\\n", " ").strip()))
-    assert waiting is None, f"a command without an end: {waiting}"
+    assert waiting is None, f"a command without an end; output has the language `text`: {waiting}"
     return found
 
 
