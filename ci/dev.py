@@ -84,7 +84,7 @@ INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "to
 """Tests with Triton's interpreter, which must be enabled before the first import of Triton in a process."""
 OF_OTHERS = (
     "tests/engine/test_ray_*.py",
-    *(f"tests/packaging/test_{name}.py" for name in ("*_distribution", "parts", "uv_workspace")),
+    *(f"tests/packaging/test_{name}.py" for name in ("*_distribution", "page_commands", "parts", "uv_workspace")),
 )
 """Tests in tests/ of distributions other than core: workers in Ray, and wheels."""
 MINIMUM_PYTHON = (3, 11)

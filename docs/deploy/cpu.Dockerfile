@@ -21,6 +21,8 @@ COPY platforms platforms
 COPY plugins plugins
 # More distributions of this repository, such as ./plugins/ray-executor[serve]; docs/deploy/kubernetes/rayservice.yaml.
 ARG EXTRA_PACKAGES=
+# Copies, not links to /src: the image has /opt/mvllm only.
+ENV UV_NO_EDITABLE=1
 RUN VIRTUAL_ENV=/opt/mvllm uv pip install --no-cache -c constraints.txt \
         ${TORCH_BACKEND:+--torch-backend=$TORCH_BACKEND} ".[parts]" ./platforms/cpu $EXTRA_PACKAGES
 

@@ -25,6 +25,8 @@ COPY pyproject.toml README.md LICENSE ./
 COPY core core
 COPY platforms platforms
 COPY plugins plugins
+# Copies, not links to /src.
+ENV UV_NO_EDITABLE=1
 RUN uv pip install --no-cache ".[parts]" ./platforms/triton-kernels ./platforms/torch-gpu ./platforms/xpu
 COPY docs/deploy/healthcheck.py /usr/local/lib/mvllm/healthcheck.py
 COPY docs/deploy/serve.yaml /etc/mvllm/serve.yaml

@@ -53,8 +53,3 @@ def test_it_prints_each_prompt_with_a_text(program: str, tmp_path: Path) -> None
     assert re.fullmatch(r"Prompt: 'Have you heard of paged attention\?', Generated text: ['\"].*['\"]", first)
     assert re.fullmatch(r"Prompt: 'The capital of', Generated text: ['\"].*['\"]", second)
     assert "KV cache: " in ran.stderr and "concurrent requests" in ran.stderr
-
-
-def test_the_program_of_the_first_tutorial_runs(tmp_path: Path) -> None:
-    ran = run(first_program(ROOT / "docs" / "tutorials" / "offline-generation.md"), tmp_path)
-    assert len(ran.stdout.splitlines()) >= 3

@@ -14,6 +14,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -128,10 +129,11 @@ def site_packages(folder: Path) -> Path:
     return Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
 
 
-def link_distributions(required: list[str], folder: Path) -> None:
+def link_distributions(required: list[str], folder: Path, *, copy_metadata: bool = False) -> None:
     """Links the distributions of this environment that satisfy `required`, and their requirements, into `folder`.
 
-    As an installation by pip would, it fails for a requirement that no installed distribution satisfies.
+    As an installation by pip would, it fails for a requirement that no installed distribution satisfies. With
+    `copy_metadata` the folders of metadata are copies.
     """
     waiting, seen = [Requirement(text) for text in required], set[tuple[str, frozenset[str]]]()
     while waiting:
@@ -142,7 +144,11 @@ def link_distributions(required: list[str], folder: Path) -> None:
             continue
         seen.add(key)
         for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
-            if not (folder / top).is_symlink():
+            if (folder / top).exists():
+                continue
+            if copy_metadata and top.endswith(".dist-info"):
+                shutil.copytree(str(found.locate_file(top)), folder / top)
+            else:
                 (folder / top).symlink_to(found.locate_file(top))
         for each in map(Requirement, found.requires or ()):
             if each.marker is None or any(

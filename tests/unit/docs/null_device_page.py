@@ -21,7 +21,13 @@ with the methods of `WorkerProtocol`; core calls only these. The worker handles 
 batches and sampling.
 
 Save the two files below in a folder `mvllm-null-device`, with an empty `__init__.py` beside
-`plugin.py`, install it with `pip install -e`, and
+`plugin.py`, and install it in the environment of your mvllm ([install](../how-to/install.md)):
+
+```console
+uv pip install -e ./mvllm-null-device
+```
+
+Then
 
 ```console
 mvllm generate --platform null --model demo --prompt "Once upon a time"

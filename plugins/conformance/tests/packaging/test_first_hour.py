@@ -1,27 +1,24 @@
-"""The commands of docs/tutorials/writing-a-platform.md, run in a new environment with wheels of core and suite.
+"""The commands of docs/tutorials/writing-a-platform.md, run in a new environment beside a clone.
 
-torch and the other requirements are links to those of the environment that runs the tests. mvllm and all plugins are
-excluded from the links and installed from wheels.
+torch and the other requirements are links to those of the environment that runs the tests. mvllm and the suite are
+installed from the clone, as the page says.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import shlex
 import subprocess
 import sys
-import sysconfig
-import venv
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from mvllm_conformance.clauses import CLAUSES
-from tests.packaging.conftest import REPOSITORY, build_wheel
+from tests.packaging.conftest import REPOSITORY
+from tests.packaging.user_environment import UserEnvironment
 
 pytestmark = pytest.mark.slow
 
@@ -32,9 +29,7 @@ FURTHER_CLAUSES = {i for i in CLAUSES if not i.startswith(("CFG", "KVL", "RUN"))
 FEWER_CLAUSES = f" --quick --only={','.join(sorted(set(CLAUSES) - FURTHER_CLAUSES))}"
 
 PAGE = REPOSITORY / "docs" / "tutorials" / "writing-a-platform.md"
-OURS = re.compile(r"(__editable__)?[._]*mvllm", re.IGNORECASE)
 OURS_INSTALLED = {"mvllm", "mvllm-acme", "mvllm-conformance"}
-NOT_LINKED = re.compile(r"(pip|distutils-precedence)([-.].*)?|.*\.(pth|egg-link)|__pycache__")
 
 
 def commands_of(page: str) -> list[str]:
@@ -46,62 +41,10 @@ def commands_of(page: str) -> list[str]:
 COMMANDS = commands_of(PAGE.read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class VendorEnvironment:
-    """A working folder and a new virtual environment, outside the repository."""
-
-    folder: Path
-    bin: Path
-    wheels: Path
-
-    def run(self, command: str, *, timeout: int = 900, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Runs one command line; packages come only from the local wheels."""
-        kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
-        pip = {
-            "PIP_NO_INDEX": "1",
-            "PIP_FIND_LINKS": str(self.wheels),
-            "PIP_NO_BUILD_ISOLATION": "0",  # 0 disables isolation: the build tools are those of the environment
-            "PIP_NO_COMPILE": "0",  # 0 disables compilation: most modules are not imported
-            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-            "PIP_CONFIG_FILE": os.devnull,
-        }
-        path = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
-        return subprocess.run(
-            shlex.split(command),
-            cwd=cwd or self.folder,
-            env={**kept, **pip, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-
-
 @pytest.fixture(scope="module")
-def vendor(tmp_path_factory) -> VendorEnvironment:
+def vendor(tmp_path_factory) -> UserEnvironment:
     root = tmp_path_factory.mktemp("vendor")
-    wheels = root / "wheels"
-    for project in (REPOSITORY, REPOSITORY / "plugins" / "conformance"):
-        build_wheel(project, wheels)
-    links = root / "requirements"
-    links.mkdir()
-    installed = Path(sysconfig.get_path("purelib"))
-    for entry in installed.iterdir():
-        if not OURS.match(entry.name) and not NOT_LINKED.fullmatch(entry.name):
-            (links / entry.name).symlink_to(entry)
-    environment = root / "venv"
-    venv.EnvBuilder(symlinks=True).create(environment)
-    site = environment / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    for entry in (installed / "pip", *installed.glob("pip-*.dist-info")):  # to install it takes four seconds of a core
-        (site / entry.name).symlink_to(entry)
-    pip = environment / "bin" / "pip"
-    pip.write_text(
-        f"#!{environment}/bin/python\nimport sys\nfrom pip._internal.cli.main import main\nsys.exit(main())\n"
-    )
-    pip.chmod(0o755)
-    (site / "requirements.pth").write_text(f"{links}\n")
-    folder = root / "work"
-    folder.mkdir()
-    return VendorEnvironment(folder, environment / "bin", wheels)
+    return UserEnvironment(root, name="mvllm", work=root / "acme")
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +73,8 @@ def output(tutorial, beginning: str) -> str:
 
 
 def test_the_page_contains_all_steps_in_order():
-    steps = ["pip install", "mvllm plugin new acme", "pip install -e mvllm-acme", "mvllm platforms", "mvllm generate"]
+    steps = ["uv venv", "uv pip install", "mvllm plugin new acme", "uv pip install -e ./mvllm-acme", "mvllm platforms"]
+    steps.append("mvllm generate")
     places = [next(i for i, command in enumerate(COMMANDS) if command.startswith(step)) for step in steps]
     assert places == sorted(places)
     assert COMMANDS[-1].startswith("mvllm conformance --platform acme")
@@ -143,13 +87,13 @@ def test_the_commands_take_less_than_five_minutes_of_cpu_time(tutorial, machine_
     assert sum(machine_seconds.values()) < MACHINE_SECONDS
 
 
-def test_mvllm_comes_from_the_wheel_and_nothing_else_of_ours_is_there(tutorial, vendor):
-    listed = vendor.run("python -m pip list").stdout
+def test_mvllm_comes_from_the_clone_and_nothing_else_of_ours_is_there(tutorial, vendor):
+    listed = vendor.run("uv pip list").stdout
     assert {line.split()[0] for line in listed.splitlines() if line.startswith("mvllm")} == OURS_INSTALLED
     where = vendor.run(
         "python -c 'import mvllm, mvllm_acme; print(mvllm.__file__, mvllm_acme.__file__)'"
     ).stdout.split()
-    assert Path(where[0]).is_relative_to(vendor.bin.parent) and Path(where[1]).is_relative_to(vendor.folder)
+    assert Path(where[0]).is_relative_to(vendor.clone) and Path(where[1]).is_relative_to(vendor.work)
 
 
 def test_the_platform_is_found_and_available(tutorial):
@@ -183,22 +127,21 @@ def test_it_passes_the_further_clauses(tutorial, vendor):
 
 
 def test_its_own_tests_are_the_suite_through_pytest(tutorial, vendor):
-    done = vendor.run("python -m pytest -q -p no:cacheprovider --mvllm-only=PLG,PRB", cwd=vendor.folder / "mvllm-acme")
+    done = vendor.run("python -m pytest -q -p no:cacheprovider --mvllm-only=PLG,PRB", cwd=vendor.work / "mvllm-acme")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\b[1-9]\d* passed", done.stdout)
 
 
 @pytest.mark.exhaustive
 def test_the_generated_package_is_fully_typed(tutorial, vendor, tmp_path):
-    mypy = (
-        f"{sys.executable} -m mypy --strict --cache-dir {tmp_path} --python-executable {vendor.bin}/python mvllm_acme"
-    )
-    done = vendor.run(mypy, cwd=vendor.folder / "mvllm-acme" / "src")
+    python = vendor.venv / "bin" / "python"
+    mypy = f"{sys.executable} -m mypy --strict --cache-dir {tmp_path} --python-executable {python} mvllm_acme"
+    done = vendor.run(mypy, cwd=vendor.work / "mvllm-acme" / "src")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_generated_package_is_formatted(tutorial, vendor):
-    source = vendor.folder / "mvllm-acme" / "src"
+    source = vendor.work / "mvllm-acme" / "src"
     for command in (
         f"{sys.executable} -m ruff check --isolated --no-cache --line-length 120 --select E,F,W,I,UP,B mvllm_acme",
         f"{sys.executable} -m ruff format --isolated --no-cache --line-length 120 --check mvllm_acme",
@@ -210,7 +153,7 @@ def test_the_generated_package_is_formatted(tutorial, vendor):
 def test_the_package_builds_into_a_wheel_with_its_entry_point(tutorial, vendor, tmp_path):
     import zipfile
 
-    done = vendor.run(f"pip wheel -q --no-deps -w {tmp_path} ./mvllm-acme")
+    done = vendor.run(f"uv build --wheel -o {tmp_path} ./mvllm-acme")
     assert done.returncode == 0, done.stderr
     [wheel] = tmp_path.glob("mvllm_acme-0.9.0-*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -245,18 +188,18 @@ print(json.dumps(results))
 """
 
     def test_an_invalid_name_or_folder_is_rejected_and_nothing_is_written(self, tutorial, vendor):
-        before = sorted(vendor.folder.rglob("*"))
+        before = sorted(vendor.work.rglob("*"))
         asked = json.dumps([arguments for arguments, _ in self.CASES])
         done = vendor.run(shlex.join(["python", "-c", self.PROGRAM, asked]))
         assert done.returncode == 0, done.stderr
         for (arguments, says), (status, errors) in zip(self.CASES, json.loads(done.stdout), strict=True):
             assert status == 1 and says in errors, (arguments, errors)
-        assert sorted(vendor.folder.rglob("*")) == before
+        assert sorted(vendor.work.rglob("*")) == before
 
     @pytest.mark.exhaustive  # tests/unit/test_plugin_new.py writes such a package
     def test_a_name_with_a_hyphen_gives_a_package_that_is_found(self, tutorial, vendor):
-        (vendor.folder / "elsewhere").mkdir()
+        (vendor.work / "elsewhere").mkdir()
         assert vendor.run("mvllm plugin new zeta-2 --dir elsewhere").returncode == 0, "an empty folder will do"
-        assert vendor.run("pip install -q --no-deps ./elsewhere").returncode == 0
+        assert vendor.run("uv pip install --no-deps ./elsewhere").returncode == 0
         assert "zeta-2: available" in vendor.run("mvllm platforms --platform zeta-2").stdout
-        assert vendor.run("pip uninstall -q -y mvllm-zeta-2").returncode == 0
+        assert vendor.run("uv pip uninstall mvllm-zeta-2").returncode == 0
