@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from mvllm import plugin_groups
 from mvllm.config.kv_transfer import DISK, SHARED_MEMORY, KVConnectorConfig
 from mvllm.errors import ConfigError, MvllmError
+from mvllm.installation import install_command
 from mvllm.kv_transfer.connector import KVConnector, KVConnectorContext
 from mvllm.kv_transfer.connectors import KVConnectors
 
@@ -52,7 +53,8 @@ def _make(config: KVConnectorConfig, context: KVConnectorContext) -> KVConnector
     if not (isinstance(kind, type) and issubclass(kind, KVConnector)):
         raise ConfigError(
             f"The KV connector {config.name!r} is {source.entry_point} of {source.distribution} {source.version}, "
-            f"which is no class derived from KVConnector. Run: pip install -U {source.distribution}"
+            "which is no class derived from KVConnector. "
+            f"Run: {install_command(source.distribution, upgrade=True)}"
         )
     try:
         return kind(context)

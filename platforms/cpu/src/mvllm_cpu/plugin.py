@@ -12,6 +12,7 @@ SPEC = PlatformSpec(
     factory="mvllm_cpu.platform:make_platform",
     torch_floor="2.6",
     probe_in_process=True,
+    is_host=True,
 )
 
 

@@ -13,6 +13,7 @@ SPEC = PlatformSpec(
     torch_floor="2.6",
     by_name_only=True,  # it uses the same processor as the platform `cpu`
     probe_in_process=True,
+    is_host=True,
 )
 
 
