@@ -12,6 +12,7 @@ Libraries, and packages of vendors that are installed, have names of their own, 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -231,6 +232,7 @@ def _workspace(origin: Origin) -> dict[str, Path]:
     return {project["name"]: folder for folder in folders if (project := _project(folder)) is not None}
 
 
+@functools.cache
 def _project(folder: Path) -> dict[str, Any] | None:
     """The table `project` of a folder's pyproject.toml; None without one."""
     import tomllib
@@ -360,5 +362,4 @@ class _Tool:
         return f"{self.command} install {' '.join(arguments)}{self.suffix}"
 
     def uninstall(self, names: Iterable[str]) -> str:
-        yes = "" if self.is_uv else "-y "
-        return f"{self.command} uninstall {yes}{' '.join(names)}{self.suffix}"
+        return f"{self.command} uninstall {' '.join(names)}{self.suffix}"

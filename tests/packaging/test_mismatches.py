@@ -82,9 +82,9 @@ def torch(tmp_path):
 
 def test_no_plugin(seen_with):
     seen = seen_with()
-    seen.found("platform.entry_points", "broken", "no platform plugin is installed", "pip install mvllm-cpu")
+    seen.found("platform.entry_points", "broken", "no platform plugin is installed", "-r WHEELHOUSE/cpu.txt")
     seen.found("platform.choice", "broken", "no platform can be used")
-    seen.refused("", "No platform plugin is installed", "pip install mvllm-cpu")
+    seen.refused("", "No platform plugin is installed", "mvllm-cpu, ", "-r WHEELHOUSE/cpu.txt")
 
 
 def test_two_plugins(seen_with, tmp_path, acme):
@@ -98,8 +98,8 @@ def test_two_plugins(seen_with, tmp_path, acme):
     ("contract", "command"),
     [
         ((MAJOR - 1, 9), "pip install -U mvllm-acme"),
-        ((MAJOR, MINOR + 1), "pip install -U mvllm"),
-        ((MAJOR + 1, 0), "pip install -U mvllm"),
+        ((MAJOR, MINOR + 1), "pip install --require-hashes -r WHEELHOUSE/PLATFORM.txt"),
+        ((MAJOR + 1, 0), "pip install --require-hashes -r WHEELHOUSE/PLATFORM.txt"),
     ],
     ids=["old", "newer", "new"],
 )
@@ -130,9 +130,9 @@ def test_another_contract(seen_with, acme, contract, command):
 def test_a_stale_plugin_that_fails_before_it_reports_its_contract(seen_with, acme, peculiarity, lacking):
     seen = seen_with(acme(**peculiarity), ask=["acme"])
     facts = ("mvllm-acme 1.2.3 was built for another platform contract", lacking, f"contract {MAJOR}.{MINOR} of mvllm")
-    seen.found("platform.acme.contract", "broken", *facts, "-> pip install -U mvllm mvllm-acme")
+    seen.found("platform.acme.contract", "broken", *facts, "WHEELHOUSE/PLATFORM.txt && ", "pip install -U mvllm-acme")
     for name in ("", "acme"):
-        seen.refused(name, *facts, "Run: pip install -U mvllm mvllm-acme")
+        seen.refused(name, *facts, "Run: ", "WHEELHOUSE/PLATFORM.txt && ", "pip install -U mvllm-acme")
     assert seen.answers["acme"].startswith("ContractError: ")
 
 

@@ -25,6 +25,6 @@ def test_files_and_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "preprocessor_config.json").unlink()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     [problem] = processor_problems(model)
-    assert "(PIL): pip install 'mvllm[multimodal]'" in problem
+    assert "(PIL). Run: " in problem and "pip install 'av" in problem and "'pillow" in problem
     model.multimodal = None
     assert processor_problems(model) == []

@@ -275,12 +275,9 @@ def _torch(candidates: Sequence[Candidate], imported: ForkResult) -> Checks:
     found = f"torch {installed}" + ("" if works else f" cannot be imported: {imported.failure}")
     yield _check("torch.import", works, found, "reinstall torch together with the platform package")
     for name, floor in floors.items():
-        yield _check(
-            f"platform.{name}.torch",
-            reaches(installed, floor),
-            f"torch {installed}, required is {floor} or newer",
-            install_command(plugins[name], f"torch>={floor}", upgrade=True),
-        )
+        good = reaches(installed, floor)
+        remedy = None if good else install_command(plugins[name], f"torch>={floor}", upgrade=True)
+        yield _check(f"platform.{name}.torch", good, f"torch {installed}, required is {floor} or newer", remedy)
 
 
 # --- platforms
