@@ -68,7 +68,7 @@ BROKEN = candidate(
 ALIEN = candidate(
     "alien",
     contract=(2, 0),
-    failure=PluginFailure("contract", "speaks 2.0", ContractError("speaks 2.0"), "pip install -U mvllm"),
+    failure=PluginFailure("contract", "speaks 2.0", ContractError("speaks 2.0"), "install a newer core"),
 )
 CRASHING = candidate("crashing", probe=ProbeResult(True, "1 device"), factory="Crashing")
 
