@@ -278,7 +278,11 @@ def _libraries(name: str, extras: Iterable[str]) -> list[str]:
 def _brings_torch(names: Iterable[str]) -> bool:
     not_platforms = set().union(*map(listed_packages, _NO_PLATFORMS))
     wanted = listed_packages().difference(not_platforms).intersection(map(_normalized, names))
-    return bool(wanted) and importlib.util.find_spec("torch") is None
+    return bool(wanted) and not _has_torch()
+
+
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
 
 
 # --- metadata

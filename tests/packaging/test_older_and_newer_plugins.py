@@ -187,6 +187,12 @@ def test_a_core_of_the_next_major_refuses_it_with_both_versions_and_the_command(
     assert "mvllm 0.9.0 speaks 2.0. Run: " in text and text.endswith("pip install -U mvllm-frozen")
 
 
+def test_it_is_chosen_before_the_host(core_only, beside_torch, frozen, tmp_path):
+    host = wheels.install(tmp_path / "host", wheels.plugin_wheel(tmp_path, "cpu", spec="is_host=True,"))
+    kind, text = json.loads(core_only.evaluate(CHOOSE.replace('"frozen"', ""), path=[frozen, host, beside_torch]))
+    assert (kind, text.split(",")[0]) == ("chosen", "frozen"), text
+
+
 @pytest.mark.parametrize("contract", [f"({CONTRACT[0]}, {CONTRACT[1] + 1})", f"({CONTRACT[0] + 1}, 0)"])
 def test_a_plugin_of_a_later_contract_is_refused_by_this_core(core_only, install_frozen, contract):
     newer = install_frozen(("contract=(1, 0)", f"contract={contract}"))

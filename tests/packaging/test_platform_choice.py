@@ -30,6 +30,7 @@ def mvllm_platform():
         contract={contract!r},
         probe="mvllm_{name}.probe:probe",
         factory="mvllm_{name}.device:make_platform",
+        {spec}
     )
 """
 
@@ -81,6 +82,7 @@ class Plugins:
         probe_body="pass",
         factory_body="pass",
         entry_point=None,
+        spec="",
     ):
         package = self.folder / f"mvllm_{name}"
         package.mkdir(exist_ok=True)
@@ -212,6 +214,14 @@ def test_the_command_line_says_the_same_without_a_traceback(plugins, model):
 def test_the_single_available_platform_is_taken(plugins):
     plugins.add("acme").add("zeta", available=False, reason="no such device")
     assert plugins.choose() == {"name": "acme", "kind": "ThrowawayPlatform"}
+
+
+def test_one_device_is_taken_before_the_host_and_a_plugin_that_says_nothing_has_one(plugins):
+    plugins.add("acme", contract=(1, 0)).add("cpu", spec="is_host=True,")
+    assert plugins.choose()["name"] == "acme"
+    plugins.add("zeta")
+    text = plugins.choose()["text"]
+    assert text.startswith("Several platforms are available; choose one with --platform acme or --platform cpu or")
 
 
 def test_the_variable_chooses_and_only_that_plugin_is_imported(plugins):

@@ -40,16 +40,15 @@ class Machine:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self._monkeypatch = folder, monkeypatch
         self.site, self.clone, self.bin = folder / "site", folder / "clone", folder / "env" / "bin"
-        for each in (self.site / "torch", self.bin):
+        for each in (self.site, self.bin):
             each.mkdir(parents=True)
-        (self.site / "torch" / "__init__.py").touch()
         parts = {"": ("mvllm", ()), "plugins/compat": ("mvllm-compat", ()), "plugins/base": ("mvllm-base", ())}
         parts["platforms/lane"] = ("mvllm-lane", ("mvllm>=0.9,<1", "mvllm-base>=0.9,<1", "torch>=2.6"))
         for place, (name, required) in parts.items():
             (self.clone / place).mkdir(parents=True, exist_ok=True)
             text = f'[project]\nname = "{name}"\ndependencies = {json.dumps(required)}\n'
             (self.clone / place / "pyproject.toml").write_text(text)
-        monkeypatch.setattr(sys, "path", [str(self.site), *(p for p in sys.path if "site-packages" not in p)])
+        monkeypatch.setattr(sys, "path", [str(self.site), *sys.path])
         monkeypatch.setattr(sys, "executable", str(self.bin / "python"))
         monkeypatch.setattr(sys, "prefix", str(self.bin.parent))
         monkeypatch.setenv("PATH", str(self.bin))
@@ -106,6 +105,16 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Nothing is imported in a test with it but what is loaded: the folder of installed packages is hidden."""
+    machine = Machine(tmp_path, monkeypatch)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
+    monkeypatch.setattr(installation, "_has_torch", lambda: True)
+    return machine
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """The environment of the tests, with another folder of packages before its own."""
     return Machine(tmp_path, monkeypatch)
 
 
@@ -138,7 +147,7 @@ class TestOwnPackages:
         self, machine: Machine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         machine.core_of_clone()
-        monkeypatch.setitem(sys.modules, "torch", None)
+        monkeypatch.setattr(installation, "_has_torch", lambda: False)
         assert install_command("mvllm-lane") == f"uv pip install --torch-backend=auto {machine.clone}/platforms/lane"
         assert "--torch-backend" not in install_command("mvllm-compat")
 
@@ -270,10 +279,10 @@ class TestInstaller:
 class TestNameConflict:
     """The package `mvllm` of another project, which has this name on the public package index."""
 
-    def add_theirs(self, machine: Machine, site: Path | None = None) -> None:
-        machine.distribution("mvllm", version="0.1.0", entry_points=THEIRS, site=site)
+    def add_theirs(self, shared: Machine, site: Path | None = None) -> None:
+        shared.distribution("mvllm", version="0.1.0", entry_points=THEIRS, site=site)
 
-    def check(self, machine: Machine, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    def check(self, shared: Machine, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         words = f"The package mvllm 0.1.0 in {folder} belongs to another project"
         remedy = r"uv pip uninstall mvllm, until none is left, then uv pip install .+"
         with pytest.raises(PlatformError, match=words) as caught:
@@ -285,30 +294,28 @@ class TestNameConflict:
         assert (check.id, check.status.value) == ("core.distribution", "broken")
         assert words in check.found and re.fullmatch(remedy, check.remedy or "")
 
-    def test_its_metadata_with_this_code_is_an_error(
-        self, machine: Machine, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        self.add_theirs(machine)
-        self.check(machine, capsys, machine.site)
+    def test_its_metadata_with_this_code_is_an_error(self, shared: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+        self.add_theirs(shared)
+        self.check(shared, capsys, shared.site)
 
-    def test_both_in_one_folder_are_an_error(self, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-        machine.core_of_clone()
-        self.add_theirs(machine)
-        self.check(machine, capsys, machine.site)
+    def test_both_in_one_folder_are_an_error(self, shared: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+        shared.core_of_clone()
+        self.add_theirs(shared)
+        self.check(shared, capsys, shared.site)
 
     def test_one_that_is_found_first_is_an_error(
-        self, machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+        self, shared: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        machine.core_of_clone()
-        first = machine.folder / "first"
-        self.add_theirs(machine, site=first)
-        monkeypatch.syspath_prepend(str(first))
-        self.check(machine, capsys, first)
+        shared.core_of_clone()
+        first = shared.folder / "first"
+        self.add_theirs(shared, site=first)
+        monkeypatch.setattr(sys, "path", [str(first), *sys.path])
+        self.check(shared, capsys, first)
 
-    def test_one_that_is_found_later_is_never_imported(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        machine.core_of_clone()
-        self.add_theirs(machine, site=machine.folder / "later")
-        monkeypatch.setattr(sys, "path", [*sys.path, str(machine.folder / "later")])
+    def test_one_that_is_found_later_is_never_imported(self, shared: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        shared.core_of_clone()
+        self.add_theirs(shared, site=shared.folder / "later")
+        monkeypatch.setattr(sys, "path", [*sys.path, str(shared.folder / "later")])
         assert conflicting_distribution() is None
 
     def test_this_projects_own_metadata_is_known(self) -> None:
@@ -385,9 +392,9 @@ def sent_to_an_index(text: str) -> list[str]:
         ("Run: pip install -U mvllm mvllm-acme", True),
         ("uv pip install 'mvllm[compat]'", True),
         ('pip install "torch>=2.6" mvllm-cuda', True),
-        ("`pip install\\n'mvllm[cpu]'`", True),
+        ("`pip install\n'mvllm[cpu]'`", True),
         ('Run: pip install "\\n  \'"mvllm[ray]"', True),
-        ("pip install openai\\nmvllm serve demo", False),
+        ("pip install openai\nmvllm serve demo", False),
         ("pip install mvllm-{name}", True),
         ("pip install --upgrade --force-reinstall mvllm", True),
         ("pip install -e mvllm-acme", False),

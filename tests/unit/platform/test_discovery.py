@@ -344,6 +344,61 @@ class TestByNameOnly:
             choose.choose_platform("test")
 
 
+DEVICE, HOST, NAMED = {}, {"is_host": True}, {"by_name_only": True}
+ABSENT, BROKEN = ProbeResult(False, "no device"), OSError("no driver")
+IT_HAS = "it has a device, "
+
+
+@pytest.mark.parametrize(
+    ("installed_platforms", "chosen", "words"),
+    [
+        (
+            {"acme": DEVICE, "cpu": HOST},
+            "acme",
+            IT_HAS + "cpu is the host; to choose: --platform acme or ",
+        ),
+        ({"cpu": HOST, "z": DEVICE}, "z", IT_HAS + "cpu is the host; to choose: --platform z or --platform cpu"),
+        (
+            {"a": HOST, "b": HOST, "c": DEVICE},
+            "c",
+            IT_HAS + "a and b are the host; to choose: --platform c or --platform a or --platform b",
+        ),
+        ({"cpu": HOST}, "cpu", "the only platform that is installed"),
+        ({"acme": {**DEVICE, "probe": ABSENT}, "cpu": HOST}, "cpu", "the only available one of acme, cpu"),
+        ({"acme": {**NAMED, **DEVICE}, "cpu": HOST}, "cpu", "the only available one of acme, cpu; acme would have to"),
+        ({"acme": DEVICE, "cpu": {**NAMED, **HOST}}, "acme", "the only available one of acme, cpu; cpu would have to"),
+        ({"acme": DEVICE, "cpu": {**HOST, "probe": ABSENT}}, "acme", "the only available one of acme, cpu"),
+        ({"acme": DEVICE, "cpu": HOST, "zeta": DEVICE}, None, "choose one with --platform acme or --platform cpu or"),
+        ({"acme": DEVICE, "zeta": DEVICE}, None, "--platform acme or --platform zeta"),
+        ({"a": HOST, "b": HOST}, None, "--platform a or --platform b"),
+        ({"acme": {**DEVICE, "probe": BROKEN}, "cpu": HOST}, None, "To go on without it: --platform cpu"),
+        ({"acme": DEVICE, "cpu": {**HOST, "probe": BROKEN}}, None, "To go on without it: --platform acme"),
+        ({"acme": DEVICE, "cpu": HOST, "zeta": {"probe": BROKEN}}, None, "To go on without it: --platform acme"),
+    ],
+)
+def test_one_device_is_chosen_before_the_host(installed, installed_platforms, chosen, words):
+    class SomePlatform(Platform):
+        spec = capabilities = None
+        plan = topology = init_device = communicator = attention_backend = None
+
+    for name, facts in installed_platforms.items():
+        found = facts.get("probe", ProbeResult(True, "found"))
+        probe = raising(found) if isinstance(found, Exception) else lambda found=found: found
+        installed.module(f"{name}_device", make=SomePlatform, probe=probe)
+        given = {key: value for key, value in facts.items() if key != "probe"}
+        spec = PlatformSpec(
+            name, "X", CONTRACT, f"{name}_device:probe", f"{name}_device:make", probe_in_process=True, **given
+        )
+        installed.add(PluginSource(name, f"{name}_plugin", f"mvllm-{name}", "1"), hook=lambda spec=spec: spec)
+    if chosen is None:
+        with pytest.raises(PlatformError, match=words):
+            choose.choose_platform()
+        assert choose.choose_platform(next(n for n, f in installed_platforms.items() if "probe" not in f))
+        return
+    found = choose.choose_platform()
+    assert found.source.name == chosen and found.reason.startswith(words)
+
+
 PROBES = """
 import ctypes, os, sys, time
 from mvllm.plugin_api import DeviceInfo, Platform, ProbeResult

@@ -132,7 +132,7 @@ def write_plugin(name: str, folder: Path, workflow: str | None = None, *, graph:
         "@Name@": "".join(word.capitalize() for word in name.split("-")),
         "@package@": package,
         "@core_version@": (version := ".".join(__version__.split(".")[:2])),
-        "@graph_requirement@": f'"mvllm-graph>={version}", ' if graph else "",
+        "@graph_requirement@": f'"mvllm-graph>={version},<1", ' if graph else "",
         "@contract@": ", ".join(map(str, CONTRACT)),
     }
     files = dict(GRAPH_FILES if graph else FILES)
