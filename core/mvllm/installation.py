@@ -62,9 +62,9 @@ def install_command(
     It is for error messages: run nothing of it without asking. Never pass a name that a user has typed.
 
     Args:
-        requirements: Names of packages, with a version (`pillow>=11`) or extras (`mvllm[otel]`). Of a package of mvllm
-            the version is ignored, since what there is has one; an extra of an installed package stands for the
-            libraries that it lists.
+        requirements: Names of packages, with a version (`pillow>=11`) or extras (`mvllm[otel]`), or `-e FOLDER`. Of a
+            package of mvllm the version is ignored, since what there is has one; an extra of an installed package
+            stands for the libraries that it lists.
         upgrade: Another version is needed than the installed one.
         reinstall: Installs again what is installed, as it is damaged.
         torch_backend: Which build of torch to take, as `uv pip install --torch-backend` names it, if torch is among
@@ -80,6 +80,9 @@ def install_command(
     folders: list[str] = []
     notes: list[str] = []
     for text in requirements:
+        if text.startswith("-e "):
+            folders.append(f"-e {shlex.quote(text[3:])}")
+            continue
         name, extras = _split(text)
         if extras and (libraries := _libraries(name, extras)):
             others += libraries
@@ -248,11 +251,11 @@ def _requirements_file(names: Iterable[str], folder: Path | None) -> tuple[str, 
     """The requirements file of the wheelhouse that has some packages, and a note that explains its name.
 
     Args:
-        names: The packages. Files are named after platforms, and each has all packages that are no platform.
+        names: The packages. Files are named after platforms and executors, and each has all parts.
         folder: The wheelhouse; None if it is not known.
     """
     platforms = sorted(listed_packages().difference(*map(listed_packages, _NO_PLATFORMS)))
-    wanted = [name for name in map(_normalized, names) if name in platforms]
+    wanted = [name for name in map(_normalized, names) if name in {*platforms, *listed_packages("executors")}]
     wanted += [name for name in platforms if _distribution(name) is not None]
     stem = wanted[0].removeprefix(f"{CORE}-") if wanted else "PLATFORM"
     if folder is not None and (file := folder / f"{stem}.txt").is_file():

@@ -27,6 +27,7 @@ CORE_REQUIRES = (
     "pillow<13,>=11; extra == 'multimodal'",
     "mvllm-cpu<1,>=0.9; extra == 'cpu'",
     "mvllm-lane<1,>=0.9; extra == 'lane'",
+    "mvllm-many<1,>=0.9; extra == 'executors'",
     "mvllm-compat<1,>=0.9; extra == 'compat'",
     "mvllm-compat<1,>=0.9; extra == 'parts'",
     "mvllm-compat[tools]<1,>=0.9; extra == 'tools'",
@@ -156,6 +157,8 @@ class TestOwnPackages:
         machine.distribution("mvllm-cpu")
         assert install_command("mvllm-compat") == f"uv pip install --require-hashes -r '{wheels}/cpu.txt'"
         assert install_command("mvllm-lane") == f"uv pip install --require-hashes -r '{wheels}/lane.txt'"
+        (wheels / "many.txt").touch()
+        assert install_command("mvllm-many") == f"uv pip install --require-hashes -r '{wheels}/many.txt'"
         assert install_command("mvllm-cpu", reinstall=True) == (
             f"uv pip uninstall mvllm-cpu && uv pip install --require-hashes -r '{wheels}/cpu.txt'"
         )

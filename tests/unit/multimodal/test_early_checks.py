@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 
 from mvllm.config.multimodal import MultiModalModel
+from mvllm.errors import ModelError
+from mvllm.multimodal import installed_packages
 from mvllm.multimodal.early_checks import processor_problems
+from mvllm.multimodal.processor_loading import load_processor
 
 
 def test_files_and_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +32,21 @@ def test_files_and_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest
     assert "(PIL). Run: " in problem and "pip install 'av" in problem and "'pillow" in problem
     model.multimodal = None
     assert processor_problems(model) == []
+
+
+def test_without_pillow_the_error_names_it_and_no_library_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AutoProcessor:
+        @staticmethod
+        def from_pretrained(*_: object, **__: object) -> None:
+            raise ValueError(
+                "Could not load any image processor class. Missing optional dependencies: torchvision, Pillow"
+            )
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoProcessor=AutoProcessor))
+    monkeypatch.setattr(installed_packages, "is_installed", lambda package: package != "PIL")
+    with pytest.raises(ModelError, match=r"^Images in prompts need the package Pillow, .* Run: .*'pillow") as caught:
+        load_processor(tmp_path)
+    assert "torchvision" not in str(caught.value)
