@@ -12,9 +12,8 @@ import pytest
 
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import ModelError
-from mvllm.multimodal import installed_packages
+from mvllm.multimodal import installed_packages, processor_loading
 from mvllm.multimodal.early_checks import processor_problems
-from mvllm.multimodal.processor_loading import load_processor
 
 
 def test_files_and_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +39,12 @@ def test_without_pillow_the_error_names_it_and_no_library_of_transformers(
     class AutoProcessor:
         @staticmethod
         def from_pretrained(*_: object, **__: object) -> None:
-            raise ValueError(
-                "Could not load any image processor class. Missing optional dependencies: torchvision, Pillow"
-            )
+            raise ValueError("Could not load any image processor class. Missing: torchvision, Pillow")
 
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoProcessor=AutoProcessor))
+    monkeypatch.setattr(processor_loading, "_class_with_videos", lambda *_: None)
     monkeypatch.setattr(installed_packages, "is_installed", lambda package: package != "PIL")
     with pytest.raises(ModelError, match=r"^Images in prompts need the package Pillow, .* Run: .*'pillow") as caught:
-        load_processor(tmp_path)
+        processor_loading.load_processor(tmp_path)
     assert "torchvision" not in str(caught.value)
