@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,14 +35,10 @@ def test_files_and_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest
 def test_without_pillow_the_error_names_it_and_no_library_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class AutoProcessor:
-        @staticmethod
-        def from_pretrained(*_: object, **__: object) -> None:
-            raise ValueError("Could not load any image processor class. Missing: torchvision, Pillow")
+    def load(*_: object) -> None:
+        raise ValueError("Could not load any image processor class. Missing: torchvision, Pillow")
 
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoProcessor=AutoProcessor))
-    monkeypatch.setattr(processor_loading, "_class_with_videos", lambda *_: None)
+    monkeypatch.setattr(processor_loading, "_substitute", load)
     monkeypatch.setattr(installed_packages, "is_installed", lambda package: package != "PIL")
     with pytest.raises(ModelError, match=r"^Images in prompts need the package Pillow, .* Run: .*'pillow") as caught:
         processor_loading.load_processor(tmp_path)
