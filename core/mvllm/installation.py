@@ -20,7 +20,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,26 +73,10 @@ def install_command(
     Returns:
         One line for a shell, which may end in a note in parentheses.
     """
-    tool = _Tool.find()
-    origin = _core_origin()
-    own: list[str] = []
-    others: list[str] = []
-    folders: list[str] = []
-    notes: list[str] = []
+    tool, origin, wanted = _Tool.find(), _core_origin(), _Wanted()
     for text in requirements:
-        if text.startswith("-e "):
-            folders.append(f"-e {shlex.quote(text[3:])}")
-            continue
-        name, extras = _split(text)
-        if extras and (libraries := _libraries(name, extras)):
-            others += libraries
-        elif is_own(name):
-            own.append(name)
-        elif (found := _origin(_distribution(name))).is_source and found.folder is not None:
-            folders.append(("-e " if found.is_editable else "") + shlex.quote(str(found.folder)))
-            notes += [f"after a change in {found.folder}"] * upgrade
-        else:
-            others.append(shlex.quote(text))
+        wanted.add(text, upgrade=upgrade)
+    own, others, folders, notes = wanted.own, wanted.others, wanted.folders, wanted.notes
     commands = []
     if own and (paths := _own_folders(own, origin, with_required=not tool.is_uv)):
         folders = [*paths, *folders]
@@ -108,12 +92,12 @@ def install_command(
         options = ["-U"] * bool(upgrade and others)
         if reinstall:
             options += ["--reinstall" if tool.is_uv else "--force-reinstall"] + ["--no-deps"] * (not others)
-        if backend := torch_backend or ("auto" if _brings_torch(own) and folders else None):
-            if tool.is_uv:
-                options.append(f"--torch-backend={backend}")
-            else:
-                first = "" if others else "after torch, "
-                notes.append(f"{first}with the --index-url that PyTorch's installation page gives for {backend}")
+        backend = torch_backend or ("auto" if folders and _brings_torch(own) else None)
+        if backend and tool.is_uv:
+            options.append(f"--torch-backend={backend}")
+        elif backend:
+            first = "" if others else "after torch, "
+            notes.append(f"{first}with the --index-url that PyTorch's installation page gives for {backend}")
         commands.append(tool.install([*options, *dict.fromkeys(others), *folders]))
     return " && ".join(commands) + (f" ({'; '.join(notes)})" if notes else "")
 
@@ -172,6 +156,38 @@ def listed_packages(extra: str | None = None) -> set[str]:
     """Packages `mvllm-*` that one extra of mvllm requires, or any extra; none where it is not installed."""
     found = [match.groups() for text in _requires(CORE) if (match := _PART.match(text))]
     return {package for package, of_extra in found if extra in (None, of_extra)}
+
+
+@dataclass
+class _Wanted:
+    """Requirements by where their packages come from.
+
+    Attributes:
+        own: Names of mvllm's packages.
+        others: Requirements for an index, quoted.
+        folders: Arguments for packages that are built from a folder.
+        notes: What the user has to do besides.
+    """
+
+    own: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, text: str, *, upgrade: bool) -> None:
+        if text.startswith("-e "):
+            self.folders.append(f"-e {shlex.quote(text[3:])}")
+            return
+        name, extras = _split(text)
+        if extras and (libraries := _libraries(name, extras)):
+            self.others += libraries
+        elif is_own(name):
+            self.own.append(name)
+        elif (found := _origin(_distribution(name))).is_source and found.folder is not None:
+            self.folders.append(("-e " if found.is_editable else "") + shlex.quote(str(found.folder)))
+            self.notes += [f"after a change in {found.folder}"] * upgrade
+        else:
+            self.others.append(shlex.quote(text))
 
 
 # --- where things came from

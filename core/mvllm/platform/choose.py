@@ -105,12 +105,9 @@ def choose_candidate(
     chosen = _single(candidates)
     if len(candidates) == 1:
         return chosen, "the only platform that is installed"
-    hosts = [each.name for each in candidates if each is not chosen and _is_eligible(each)]
-    if hosts:
-        reason = f"it has a device, {_and(hosts)} {'is' if len(hosts) == 1 else 'are'} the host; to choose: "
-        reason += " or ".join(f"--platform {name}" for name in [chosen.name, *hosts])
-    else:
-        reason = f"the only available one of {', '.join(each.name for each in candidates)}"
+    reason = f"the only available one of {', '.join(each.name for each in candidates)}"
+    if hosts := [each.name for each in candidates if each is not chosen and _is_eligible(each)]:
+        reason = _before_hosts(chosen.name, hosts)
     by_name = [each.name for each in candidates if each.available and _is_by_name_only(each)]
     if by_name:
         reason += f"; {', '.join(by_name)} would have to be named"
@@ -151,10 +148,7 @@ def _single(candidates: Sequence[Candidate]) -> Candidate:
     devices = [c for c in available if c.spec is not None and not c.spec.is_host]
     failures = [c.failure for c in candidates if c.failure and not _is_by_name_only(c) and not _has_crashed(c)]
     if failures:
-        way_on = "No other platform is available."
-        if available:
-            others, name = "it" if len(failures) == 1 else "them", (devices or available)[0].name
-            way_on = f"To go on without {others}: --platform {name} or {ENVIRONMENT_VARIABLE}={name}."
+        way_on = _way_on(len(failures), devices or available)
         raise PlatformError(f"An installed platform plugin is broken:\n{listing}\n{way_on}") from failures[0].error
     if not available:
         named = [c.name for c in candidates if c.available]
@@ -166,6 +160,13 @@ def _single(candidates: Sequence[Candidate]) -> Candidate:
             f"Several platforms are available; choose one with {names} (or {ENVIRONMENT_VARIABLE}):\n{listing}"
         )
     return (devices or available)[0]
+
+
+def _way_on(num_broken: int, available: Sequence[Candidate]) -> str:
+    if not available:
+        return "No other platform is available."
+    others, name = "it" if num_broken == 1 else "them", available[0].name
+    return f"To go on without {others}: --platform {name} or {ENVIRONMENT_VARIABLE}={name}."
 
 
 def _nothing_installed() -> PlatformError:
@@ -181,8 +182,10 @@ def _is_eligible(candidate: Candidate) -> bool:
     return candidate.available and not _is_by_name_only(candidate)
 
 
-def _and(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+def _before_hosts(chosen: str, hosts: Sequence[str]) -> str:
+    are = f"{hosts[0]} is" if len(hosts) == 1 else f"{', '.join(hosts[:-1])} and {hosts[-1]} are"
+    options = " or ".join(f"--platform {name}" for name in (chosen, *hosts))
+    return f"it has a device, {are} the host; to choose: {options}"
 
 
 def _has_crashed(candidate: Candidate) -> bool:

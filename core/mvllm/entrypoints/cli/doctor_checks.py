@@ -276,8 +276,8 @@ def _torch(candidates: Sequence[Candidate], imported: ForkResult) -> Checks:
     yield _check("torch.import", works, found, "reinstall torch together with the platform package")
     for name, floor in floors.items():
         good = reaches(installed, floor)
-        remedy = None if good else install_command(plugins[name], f"torch>={floor}", upgrade=True)
-        yield _check(f"platform.{name}.torch", good, f"torch {installed}, required is {floor} or newer", remedy)
+        command = "" if good else install_command(plugins[name], f"torch>={floor}", upgrade=True)
+        yield _check(f"platform.{name}.torch", good, f"torch {installed}, required is {floor} or newer", command)
 
 
 # --- platforms
