@@ -177,7 +177,7 @@ class TestWithoutThePackage:
         text = str(refused.value)
         assert f"'AcmeForCausalLM' is not supported. Running 'AcmeForCausalLM' {MISSING}. Supported nat" in text
         assert "\n" not in text
-        with pytest.raises(ModelError, match=r"'AcmeForCausalLM' is not supported.*\[transformers-backend\]"):
+        with pytest.raises(ModelError, match=r"'AcmeForCausalLM' is not supported.*mvllm-transformers-backend"):
             resolve_model_class("AcmeForCausalLM")
 
     def test_a_class_of_its_own_runs_and_its_name_needs_the_package(self, tmp_path: Path) -> None:

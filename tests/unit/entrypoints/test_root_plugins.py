@@ -235,6 +235,6 @@ class TestMissingParts:
 
     @pytest.mark.parametrize("option", ["--responses-store=x.db", "--mcp-server=a=b", "--max-stored-bytes=1"])
     def test_an_option_of_theirs_names_the_package(self, option: str) -> None:
-        expected = r"`mvllm serve --.*` needs the package mvllm-responses.*mvllm\[responses\]"
+        expected = r"`mvllm serve --.*` needs the package mvllm-responses.*Run: .*plugins/responses"
         with pytest.raises(ConfigError, match=expected):
             parse(option)

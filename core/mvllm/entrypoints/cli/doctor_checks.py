@@ -207,13 +207,11 @@ def _dependencies() -> Checks:
 def _parts() -> Checks:
     """Which parts of mvllm are installed, and whether the packages that they require fit."""
     packages = [package for name, package in installable_parts().items() if part_versions()[name] is not None]
-    problems = {
-        requirement: f"{package}: {problem}"
-        for package in packages
-        for requirement, problem in _requirement_problems(_requirements(package) or ()).items()
-    }
-    found = "; ".join([describe_parts(), *problems.values()])
-    yield _check("core.parts", not problems, found, install_command(*problems), CheckStatus.WARNING)
+    problems = {package: _requirement_problems(_requirements(package) or ()) for package in packages}
+    texts = [f"{package}: {problem}" for package, each in problems.items() for problem in each.values()]
+    missing = dict.fromkeys(requirement for each in problems.values() for requirement in each)
+    found = "; ".join([describe_parts(), *texts])
+    yield _check("core.parts", not texts, found, install_command(*missing), CheckStatus.WARNING)
 
 
 def _requirements(distribution: str) -> list[str] | None:
