@@ -6,7 +6,7 @@ from importlib import metadata
 
 from mvllm.plugin_api import Check, CheckStatus, ConfigError
 from mvllm_tpu import runtimes, xla_devices
-from mvllm_tpu.probe import install_remedy
+from mvllm_tpu.probe import INSTALL
 
 
 def checks() -> list[Check]:
@@ -27,11 +27,9 @@ def _runtime() -> Check:
     except ConfigError as e:
         return Check("platform.tpu.runtime", CheckStatus.BROKEN, str(e), f"Unset {runtimes.VARIABLE}.")
     if runtime is None:
-        return Check(
-            "platform.tpu.runtime", CheckStatus.BROKEN, "Nothing here leads from torch to XLA.", install_remedy()
-        )
+        return Check("platform.tpu.runtime", CheckStatus.BROKEN, "Nothing here leads from torch to XLA.", INSTALL)
     if problem := runtime.problem(xla_devices.find()):
-        return Check("platform.tpu.runtime", CheckStatus.BROKEN, f"{problem}.", install_remedy())
+        return Check("platform.tpu.runtime", CheckStatus.BROKEN, f"{problem}.", INSTALL)
     versions = ", ".join(f"{name} {_version(name)}" for name in (runtime.name, "torch"))
     return Check("platform.tpu.runtime", CheckStatus.OK, f"{versions}.")
 

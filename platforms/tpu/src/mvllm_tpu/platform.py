@@ -32,7 +32,7 @@ from mvllm.plugin_api import (
 )
 from mvllm_tpu import compile_mode, runtimes, shapes, xla_devices
 from mvllm_tpu.plugin import SPEC
-from mvllm_tpu.probe import install_remedy
+from mvllm_tpu.probe import INSTALL
 from mvllm_tpu.runtimes.interface import Runtime
 
 if TYPE_CHECKING:
@@ -154,5 +154,5 @@ def _runtime() -> Runtime:
     """
     found = runtimes.choose()
     if found is None:
-        raise PlatformError(f"Nothing here leads from torch to XLA: torch_xla is not installed. {install_remedy()}")
+        raise PlatformError(f"Nothing here leads from torch to XLA: torch_xla is not installed. {INSTALL}")
     return found

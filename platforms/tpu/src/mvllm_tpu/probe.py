@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mvllm.plugin_api import ConfigError, DeviceInfo, ProbeResult, install_command
+from mvllm.plugin_api import ConfigError, DeviceInfo, ProbeResult
 from mvllm_tpu import runtimes, xla_devices
 
 
@@ -24,16 +24,14 @@ def probe(root: Path | None = None) -> ProbeResult:
         return ProbeResult(False, str(e), devices, "See the message: it says what may stand there.")
     if runtime is None:
         reason = "Nothing here leads from torch to XLA: torch_xla is not installed, nor is its successor torch_tpu."
-        return ProbeResult(False, reason, devices, install_remedy())
+        return ProbeResult(False, reason, devices, INSTALL)
     if problem := runtime.problem(found):
-        return ProbeResult(False, f"{problem}.", devices, install_remedy())
+        return ProbeResult(False, f"{problem}.", devices, INSTALL)
     count = f"{len(devices)} x " if len(devices) > 1 else ""
     return ProbeResult(True, f"{count}{devices[0].name}, through {runtime.name}", devices)
 
 
-def install_remedy() -> str:
-    """How the runtimes are installed."""
-    return (
-        "Make an environment for it, since torch_xla requires the torch of its own version. In it, run: "
-        f"{install_command('mvllm-tpu[torch-xla]')}, or for its successor: {install_command('mvllm-tpu[torch-tpu]')}"
-    )
+INSTALL = (
+    "Make an environment for it, since torch_xla requires the torch of its own version, and install mvllm there with "
+    "mvllm-tpu[torch-xla], or mvllm-tpu[torch-tpu] for its successor, as docs/how-to/install.md says."
+)
