@@ -1,6 +1,6 @@
 """Image generation: `ImageParams`, and what `LLM.generate_images` returns.
 
-The package mvllm-image-generation has it (`pip install "mvllm[image-generation]"`).
+The package mvllm-image-generation has it (docs/how-to/install.md#parts).
 """
 
 from typing import Any

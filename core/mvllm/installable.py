@@ -6,27 +6,61 @@ other package `mvllm-*` of an extra has a platform.
 
 from __future__ import annotations
 
-import re
+import difflib
+from collections.abc import Iterable
 
-_REQUIREMENT = re.compile(r"(mvllm-[a-z0-9-]+)[^;]*;.*extra == ['\"]([^'\"]+)['\"]")
+from mvllm.installation import install_command, listed_packages
+
 _EXECUTORS = "executors"
 _PARTS = "parts"
 
 
 def installable_platforms() -> list[str]:
     """Packages with a platform, installed or not, sorted."""
-    return sorted(_packages() - _packages(_EXECUTORS) - _packages(_PARTS))
+    return sorted(listed_packages() - listed_packages(_EXECUTORS) - listed_packages(_PARTS))
+
+
+def unknown_platform(name: str, installed: Iterable[str]) -> str:
+    """An error's text for a platform that is not installed: what is, and how the one that is meant is installed.
+
+    The name is one that a user has typed, so it never becomes part of a command: only packages that mvllm lists do.
+
+    Args:
+        name: The platform's.
+        installed: Names of platforms whose packages are installed.
+    """
+    packages = {package.removeprefix("mvllm-"): package for package in installable_platforms()}
+    here = sorted(set(installed))
+    listed = ", ".join(here) or "none"
+    if name in packages:
+        return (
+            f"The platform {name!r} is not installed (installed: {listed}). Its package is {packages[name]}. "
+            f"Run: {install_command(packages[name])}"
+        )
+    near = difflib.get_close_matches(name.lower(), sorted({*packages, *here}), n=1)
+    meant = ""
+    if near and near[0] in here:
+        meant = f" Did you mean {near[0]!r}?"
+    elif near:
+        meant = f" Did you mean {near[0]!r}? Run: {install_command(packages[near[0]])}"
+    elif packages:
+        meant = f" mvllm has packages for {', '.join(packages)}; others are those of vendors."
+    return f"No platform is called {name!r}; installed: {listed}.{meant}"
 
 
 def installable_executors() -> dict[str, str]:
     """Names of executors of other packages, installed or not, and the command that installs each."""
-    names = sorted(package.removeprefix("mvllm-") for package in _packages(_EXECUTORS))
-    return {name: f'pip install "mvllm[{name}]"' for name in names}
+    return {name: install_command(package) for name, package in executor_packages().items()}
+
+
+def executor_packages() -> dict[str, str]:
+    """Names of executors of other packages, installed or not, and the package of each."""
+    return {package.removeprefix("mvllm-"): package for package in sorted(listed_packages(_EXECUTORS))}
 
 
 def installable_parts() -> dict[str, str]:
     """Names of parts of mvllm that are packages of their own, installed or not, and the package of each."""
-    return {package.removeprefix("mvllm-"): package for package in sorted(_packages(_PARTS))}
+    return {package.removeprefix("mvllm-"): package for package in sorted(listed_packages(_PARTS))}
 
 
 def part_versions() -> dict[str, str | None]:
@@ -43,7 +77,8 @@ def describe_parts() -> str:
     missing = [name for name, version in versions.items() if version is None]
     if not missing:
         return installed
-    return f'{installed or "none"}; not installed: {", ".join(missing)} (pip install "mvllm[{",".join(missing)}]")'
+    command = install_command(*(installable_parts()[name] for name in missing))
+    return f"{installed or 'none'}; not installed: {', '.join(missing)}. To install: {command}"
 
 
 def missing_part(name: str, what: str) -> str | None:
@@ -56,7 +91,7 @@ def missing_part(name: str, what: str) -> str | None:
     package = installable_parts().get(name)
     if package is None:
         return None
-    return f'{what} needs the package {package}, which is not installed: pip install "mvllm[{name}]"'
+    return f"{what} needs the package {package}, which is not installed. Run: {install_command(package)}"
 
 
 def _installed_version(package: str) -> str | None:
@@ -66,15 +101,3 @@ def _installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _packages(extra: str | None = None) -> set[str]:
-    """Packages `mvllm-*` that one extra requires, or any extra."""
-    import importlib.metadata  # for errors and listings
-
-    try:
-        requirements = importlib.metadata.requires("mvllm") or []
-    except importlib.metadata.PackageNotFoundError:
-        return set()
-    found = [match.groups() for text in requirements if (match := _REQUIREMENT.match(text))]
-    return {package for package, of_extra in found if extra in (None, of_extra)}

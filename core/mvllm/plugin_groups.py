@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mvllm.errors import ConfigError
 from mvllm.installable import installable_parts, missing_part
+from mvllm.installation import install_command
 from mvllm.logging import get_logger
 
 if TYPE_CHECKING:
@@ -232,7 +233,8 @@ def load(group: PluginGroup, source: PluginSource) -> Any:
     except BaseException as e:  # a plugin may raise anything, SystemExit included
         raise ConfigError(
             f"The {group.noun} {source.name!r} is {source.entry_point} of {source.distribution} {source.version}, "
-            f"which cannot be loaded: {type(e).__name__}: {e}. Run: pip install -U {source.distribution}"
+            f"which cannot be loaded: {type(e).__name__}: {e}. "
+            f"Run: {install_command(source.distribution, upgrade=True)}"
         ) from e
 
 

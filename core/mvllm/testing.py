@@ -3,7 +3,7 @@
     mvllm conformance --platform acme --report report.json
     pytest -p mvllm.testing.plugin --pyargs mvllm.testing.suite --mvllm-platform acme
 
-The package mvllm-conformance has it (`pip install "mvllm[testing]"`): `mvllm.testing.plugin` is the module `plugin` of
+The package mvllm-conformance has it (docs/how-to/install.md#parts): `mvllm.testing.plugin` is the module `plugin` of
 the package that the entry point `testing` of the group `mvllm.aliases` names.
 """
 

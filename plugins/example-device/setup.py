@@ -12,7 +12,7 @@ try:
 except ImportError as e:
     raise SystemExit(
         f"error: mvllm-example-device is compiled against torch, which cannot be imported here: {e}\n"
-        "remedy: install torch first, then: pip install --no-build-isolation mvllm-example-device"
+        "remedy: install torch first, then: pip install --no-build-isolation ./plugins/example-device"
     ) from e
 
 DEVICE = CppExtension("mvllm_example_device._device", ["csrc/device.cpp"], extra_compile_args=["-O1", "-g0", "-w"])

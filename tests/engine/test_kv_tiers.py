@@ -10,6 +10,7 @@ import pytest
 
 from mvllm import LLM, SamplingParams, plugin_groups
 from mvllm.errors import ConfigError
+from mvllm.installation import install_command
 from mvllm.plugin_groups import PluginSource
 from tests.helpers.parity import engine, oracle
 
@@ -129,6 +130,6 @@ def test_a_connector_that_no_package_has_is_refused_with_the_package_of_mvllms_o
     with pytest.raises(ConfigError, match=f"^{asked}.*There are: acme") as caught, engine(folder, **settings):
         pass
     assert str(caught.value).endswith(
-        "A KV connector of mvllm itself needs the package mvllm-kv-transfer, which is not installed: "
-        'pip install "mvllm[kv-transfer]"'
+        "A KV connector of mvllm itself needs the package mvllm-kv-transfer, which is not installed. "
+        f"Run: {install_command('mvllm-kv-transfer')}"
     )

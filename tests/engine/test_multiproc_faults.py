@@ -107,9 +107,12 @@ def test_a_worker_that_fails_to_start_gives_the_caller_its_own_error(
     [*(pytest.param(rank, HERE, marks=pytest.mark.exhaustive) for rank in (0, 1)), (1, OWN_PROCESS)],
 )
 def test_a_worker_that_raises_in_a_step_ends_the_engine_with_its_error(
-    make: MakeLLM, rank: int, core: Settings
+    make: MakeLLM, rank: int, core: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm = make(f"raise@execute:rank={rank},step=3", **core)
+    """Without `platform`: this one has a device, and the CPU platform is the host. Only its workers raise this."""
+    with caplog.at_level("INFO", logger="mvllm"):
+        llm = make(f"raise@execute:rank={rank},step=3", platform=None, **core)
+    assert "it has a device, cpu is the host; to choose: --platform faulty or --platform cpu" in caplog.text
     for _ in range(2):
         with pytest.raises(
             EngineDeadError, match=rf"Worker_TP{rank} .*execute_model of step 3: .*InjectedFault"

@@ -30,6 +30,7 @@ def mvllm_platform():
         contract={contract!r},
         probe="mvllm_{name}.probe:probe",
         factory="mvllm_{name}.device:make_platform",
+        {spec}
     )
 """
 
@@ -81,6 +82,7 @@ class Plugins:
         probe_body="pass",
         factory_body="pass",
         entry_point=None,
+        spec="",
     ):
         package = self.folder / f"mvllm_{name}"
         package.mkdir(exist_ok=True)
@@ -178,7 +180,7 @@ def test_with_no_platform_llm_says_which_package_to_install(plugins, model):
     outcome = plugins.start_llm(model)
     assert "PlatformError" in outcome["error"]
     assert "No platform" in outcome["text"]
-    assert "pip install mvllm-cpu" in outcome["text"]
+    assert "mvllm-cpu" in outcome["text"] and "pip install --require-hashes -r WHEELHOUSE/cpu.txt" in outcome["text"]
 
 
 def test_with_two_available_llm_says_which_flag_chooses(plugins, model):
@@ -202,7 +204,7 @@ def test_the_command_line_says_the_same_without_a_traceback(plugins, model):
     main = "import sys; from mvllm.entrypoints.cli.main import main; sys.exit(main(sys.argv[1:]))"
     done = plugins.environment.run("-c", main, *arguments, path=[plugins.folder])
     assert done.returncode == 1
-    assert "pip install mvllm-cpu" in done.stderr
+    assert "pip install --require-hashes -r WHEELHOUSE/cpu.txt" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -212,6 +214,14 @@ def test_the_command_line_says_the_same_without_a_traceback(plugins, model):
 def test_the_single_available_platform_is_taken(plugins):
     plugins.add("acme").add("zeta", available=False, reason="no such device")
     assert plugins.choose() == {"name": "acme", "kind": "ThrowawayPlatform"}
+
+
+def test_one_device_is_taken_before_the_host_and_a_plugin_that_says_nothing_has_one(plugins):
+    plugins.add("acme", contract=(1, 0)).add("cpu", spec="is_host=True,")
+    assert plugins.choose()["name"] == "acme"
+    plugins.add("zeta")
+    text = plugins.choose()["text"]
+    assert text.startswith("Several platforms are available; choose one with --platform acme or --platform cpu or")
 
 
 def test_the_variable_chooses_and_only_that_plugin_is_imported(plugins):
@@ -227,8 +237,14 @@ def test_an_argument_outranks_the_variable(plugins):
 
 def test_requesting_a_platform_that_is_not_installed_lists_the_installed_ones(plugins):
     plugins.add("acme")
-    text = plugins.choose("zeta")["text"]
-    assert "'zeta'" in text and "acme" in text and "pip install mvllm-zeta" in text
+    assert plugins.choose("zeta")["text"].startswith(
+        "No platform is called 'zeta'; installed: acme. mvllm has packages"
+    )
+    text = plugins.choose("cdua")["text"]
+    assert text.startswith("No platform is called 'cdua'; installed: acme. Did you mean 'cuda'? Run: ")
+    assert "-r WHEELHOUSE/cuda.txt" in text and "mvllm-cdua" not in text
+    text = plugins.choose("cuda")["text"]
+    assert "The platform 'cuda' is not installed (installed: acme). Its package is mvllm-cuda. Run: " in text
 
 
 def test_none_available_gives_every_reason_and_remedy(plugins):
@@ -295,8 +311,8 @@ def test_two_distributions_with_one_name_are_both_named(plugins):
 @pytest.mark.parametrize(
     ("contract", "command"),
     [
-        ((MAJOR, MINOR + 1), "pip install -U mvllm"),
-        pytest.param((MAJOR + 1, 0), "pip install -U mvllm", marks=pytest.mark.exhaustive),
+        ((MAJOR, MINOR + 1), "of a newer release)"),
+        pytest.param((MAJOR + 1, 0), "of a newer release)", marks=pytest.mark.exhaustive),
         pytest.param((MAJOR - 1, 9), "pip install -U mvllm-acme", marks=pytest.mark.exhaustive),
     ],
 )

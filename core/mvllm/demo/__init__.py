@@ -27,7 +27,6 @@ def _folder(name: str) -> Path:
     folder = Path(str(files(__package__) / name))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"the demo model is not in {folder}; install mvllm from an unpacked folder or wheel: "
-            "pip install --force-reinstall --no-deps mvllm"
+            f"the demo model is not in {folder}. mvllm must be installed as files: docs/how-to/install.md says how"
         )
     return folder

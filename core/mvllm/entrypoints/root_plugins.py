@@ -21,7 +21,7 @@ import msgspec
 from mvllm import plugin_groups
 from mvllm.entrypoints.http_plugin import HTTPPlugin
 from mvllm.errors import ConfigError
-from mvllm.installable import missing_part
+from mvllm.installable import installable_parts, missing_part
 from mvllm.logging import get_logger
 from mvllm.plugin_groups import PluginSource
 
@@ -222,5 +222,6 @@ def missing_part_of(path: str) -> str | None:
     for part in PARTS:
         is_its_path = path.startswith(tuple(f"{p.rstrip('/')}/" for p in part.paths)) or path in part.paths
         if is_its_path and (part.plugin or part.name) not in installed:
-            return missing_part(part.name, "This path")
+            package = installable_parts().get(part.name)  # a client cannot install it, so there is no command
+            return package and f"This path needs the package {package}, which is not installed on this server."
     return None

@@ -10,7 +10,8 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ConfigError
 from mvllm.executor.interface import Executor
 from mvllm.executor.worker_topology import check_topology, launch_topology
-from mvllm.installable import installable_executors
+from mvllm.installable import executor_packages
+from mvllm.installation import install_command
 from mvllm.logging import get_logger
 from mvllm.platform.discovery import load_attribute
 from mvllm.platform.interface import Platform
@@ -57,7 +58,7 @@ def make_executor(config: EngineConfig, platform: Platform) -> Executor:
 
 def known_executors() -> frozenset[str]:
     """Names of executors: of core, of allowed plugins, and of packages that mvllm lists, installed or not."""
-    return frozenset({*_BUILT_IN, *installable_executors(), *plugin_groups.allowed_names(plugin_groups.EXECUTORS)})
+    return frozenset({*_BUILT_IN, *executor_packages(), *plugin_groups.allowed_names(plugin_groups.EXECUTORS)})
 
 
 def _check_allowed(name: str, topology: LaunchTopology, platform: Platform) -> None:
@@ -122,10 +123,10 @@ def _import(name: str, path: str) -> type[Executor]:
     try:
         return _checked(name, getattr(importlib.import_module(module), attribute))
     except (ImportError, AttributeError, ValueError) as e:
-        if command := installable_executors().get(name):
+        if package := executor_packages().get(name):
             raise ConfigError(
                 f"distributed_executor_backend {name!r} was asked for, but the package that provides this executor is "
-                f"not installed. Run: {command}, on every machine that runs workers; or set "
+                f"not installed. Run: {install_command(package)}, on every machine that runs workers; or set "
                 "distributed_executor_backend to mp to stay on this machine."
             ) from None
         offered = ", ".join(plugin_groups.allowed_names(plugin_groups.EXECUTORS)) or "none"

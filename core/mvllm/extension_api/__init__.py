@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from mvllm.executor.interface import Executor
     from mvllm.executor.multiproc import MultiprocExecutor
     from mvllm.executor.uniproc import UniProcExecutor
+    from mvllm.installation import install_command
     from mvllm.layers.attention import Attention
     from mvllm.layers.context import BuildContext, ForwardStep
     from mvllm.layers.embedding import Embedding, LMHead, VocabEmbedding
@@ -96,6 +97,7 @@ _NAMES = {
     "mvllm.executor.interface": "Executor",
     "mvllm.executor.multiproc": "MultiprocExecutor",
     "mvllm.executor.uniproc": "UniProcExecutor",
+    "mvllm.installation": "install_command",
     "mvllm.layers.attention": "Attention",
     "mvllm.layers.context": "BuildContext ForwardStep",
     "mvllm.layers.embedding": "Embedding LMHead VocabEmbedding",
@@ -199,6 +201,7 @@ __all__ = [
     "api_formats",
     "error_response",
     "get_logger",
+    "install_command",
     "set_api_format",
     "staging",
 ]

@@ -1,4 +1,7 @@
-"""For packages that report on an installation: versions, platforms, plugins, and packages that may be installed."""
+"""For packages that report on an installation: versions, platforms, plugins, and packages that may be installed.
+
+`install_command` is for the error of a package that lacks a library: no message names `pip` by itself.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from mvllm.entrypoints.cli.platforms import installed_plugins as installed_plugi
 from mvllm.installable import describe_parts as describe_parts
 from mvllm.installable import installable_executors as installable_executors
 from mvllm.installable import installable_platforms as installable_platforms
+from mvllm.installation import install_command as install_command
+from mvllm.installation import uninstall_command as uninstall_command
 from mvllm.platform.discovery import discover as discover
 from mvllm.platform.discovery import dotted as dotted
 from mvllm.platform.discovery import find_sources as find_sources
@@ -29,10 +34,12 @@ __all__ = [
     "dotted",
     "executor_names",
     "find_sources",
+    "install_command",
     "installable_executors",
     "installable_platforms",
     "installed_plugins",
     "is_allowed",
+    "uninstall_command",
 ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mvllm.errors import ConfigError, RequestError
+from mvllm.installation import install_command
 from mvllm.multimodal.contents import AudioContent, ItemContent, VideoContent
 from mvllm.multimodal.frame_sampling import FrameSampling
 from mvllm.multimodal.media_source import MediaSource
@@ -311,8 +312,8 @@ def _import(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError as e:
         raise ConfigError(
-            f"Images, audio and videos need the package {package}, which is not installed here: "
-            "pip install 'mvllm[multimodal]'."
+            f"Images, audio and videos need the package {package}, which is not installed here. "
+            f"Run: {install_command('mvllm[multimodal]')}"
         ) from e
 
 

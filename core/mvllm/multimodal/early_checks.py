@@ -6,10 +6,10 @@ import importlib.util
 import json
 
 from mvllm.config.model import ModelConfig
+from mvllm.installation import install_command
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _PACKAGES = {"image": ("PIL",), "video": ("PIL", "av"), "audio": ("av",)}
-_INSTALL = "pip install 'mvllm[multimodal]'"
 
 
 def processor_problems(model: ModelConfig) -> list[str]:
@@ -22,7 +22,8 @@ def processor_problems(model: ModelConfig) -> list[str]:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         problems.append(
-            f"Packages for {', '.join(takes)} as input are not installed ({', '.join(missing)}): {_INSTALL}."
+            f"Packages for {', '.join(takes)} as input are not installed ({', '.join(missing)}). "
+            f"Run: {install_command('mvllm[multimodal]')}"
         )
     found = [file for name in _FILES if (file := model.path / name).is_file()]
     if not found:

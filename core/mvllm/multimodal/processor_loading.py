@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mvllm.errors import ModelError, plain_reason
+from mvllm.installation import install_command
 from mvllm.multimodal import installed_packages
 
 
@@ -38,6 +40,11 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
             return _without_video_processor(kind).from_pretrained(str(path), **arguments)
     except Exception as e:
         hint = "The folder needs the model's preprocessor_config.json or processor_config.json."
+        if not installed_packages.is_installed("PIL") and re.search(r"\bPIL\b|pillow", str(e), re.IGNORECASE):
+            raise ModelError(
+                "Images in prompts need the package Pillow, which is not installed where the engine runs. "
+                f"Run: {install_command('mvllm[multimodal]')}"
+            ) from e
         if isinstance(e, ImportError):
             hint = "Install the package where the engine runs."
         raise ModelError(

@@ -1,4 +1,12 @@
-"""Chooses the platform: the one that the user names, or the only available one; otherwise an error lists all."""
+"""Chooses the platform: the one that the user names, else the only available one, a device before the host.
+
+Otherwise an error lists all:
+
+    available, without those chosen by name only        chosen
+    one                                                 it
+    one with a device, and others that are the host     the one with the device
+    several with devices; or several that are the host  none: the user has to name one
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mvllm.errors import PlatformError
-from mvllm.installable import installable_platforms
+from mvllm.installable import installable_platforms, unknown_platform
+from mvllm.installation import INSTALL_PAGE, conflicting_distribution, install_command
 from mvllm.logging import get_logger
 from mvllm.platform.discovery import (
     SLOW_PROBE_SECONDS,
@@ -49,11 +58,14 @@ def choose_platform(name: str | None = None, *, available_only: bool = True, iso
         isolated: As for `discover`.
 
     Raises:
-        PlatformError: No platform or several are available, the named one is not installed or not usable, or, without a
-            name, an installed plugin is broken: skipping it could select the wrong device unnoticed. Only a plugin
-            whose probe crashed is left out, with a warning.
+        PlatformError: No platform is available, or several devices are; the named one is not installed or not usable;
+            or, without a name, an installed plugin is broken: skipping it could select the wrong device unnoticed.
+            Only a plugin whose probe crashed is left out, with a warning. Or another project's package is installed
+            under the name mvllm.
         ContractError: The named plugin has an incompatible contract version.
     """
+    if isolated and (conflict := conflicting_distribution()) is not None:  # a front end has looked before its engine
+        raise PlatformError(conflict)
     candidates = discover(only=name or os.environ.get(ENVIRONMENT_VARIABLE) or None, isolated=isolated)
     chosen, reason = choose_candidate(candidates, name, available_only=available_only)
     if chosen.probe_seconds > SLOW_PROBE_SECONDS:
@@ -94,6 +106,8 @@ def choose_candidate(
     if len(candidates) == 1:
         return chosen, "the only platform that is installed"
     reason = f"the only available one of {', '.join(each.name for each in candidates)}"
+    if hosts := [each.name for each in candidates if each is not chosen and _is_eligible(each)]:
+        reason = _before_hosts(chosen.name, hosts)
     by_name = [each.name for each in candidates if each.available and _is_by_name_only(each)]
     if by_name:
         reason += f"; {', '.join(by_name)} would have to be named"
@@ -117,11 +131,7 @@ def describe(candidate: Candidate) -> str:
 
 def _named(name: str, candidates: Sequence[Candidate], available_only: bool) -> Candidate:
     if not candidates:
-        installed = ", ".join(sorted({s.name for s in find_sources()})) or "none"
-        raise PlatformError(
-            f"The platform {name!r} was asked for, but no installed plugin has that name (installed: {installed}).\n"
-            f"Run: pip install mvllm-{name}, or choose an installed one with --platform."
-        )
+        raise PlatformError(unknown_platform(name, (source.name for source in find_sources())))
     candidate = candidates[0]
     if candidate.failure or (available_only and not candidate.available):
         error = candidate.failure.error if candidate.failure else None
@@ -134,33 +144,48 @@ def _single(candidates: Sequence[Candidate]) -> Candidate:
     listing = "\n".join(describe(c) for c in candidates)
     if not candidates:
         raise _nothing_installed()
-    available = [c for c in candidates if c.available and not _is_by_name_only(c)]
+    available = [c for c in candidates if _is_eligible(c)]
+    devices = [c for c in available if c.spec is not None and not c.spec.is_host]
     failures = [c.failure for c in candidates if c.failure and not _is_by_name_only(c) and not _has_crashed(c)]
     if failures:
-        way_on = "No other platform is available."
-        if available:
-            others, name = "it" if len(failures) == 1 else "them", available[0].name
-            way_on = f"To go on without {others}: --platform {name} or {ENVIRONMENT_VARIABLE}={name}."
+        way_on = _way_on(len(failures), devices or available)
         raise PlatformError(f"An installed platform plugin is broken:\n{listing}\n{way_on}") from failures[0].error
     if not available:
         named = [c.name for c in candidates if c.available]
         way_on = f"\nOnly if you name it: {' or '.join(f'--platform {name}' for name in named)}." if named else ""
         raise PlatformError(f"None of the installed platforms can be used on this machine:\n{listing}{way_on}")
-    if len(available) > 1:
+    if len(devices) != 1 and len(available) > 1:
         names = " or ".join(f"--platform {c.name}" for c in available)
         raise PlatformError(
             f"Several platforms are available; choose one with {names} (or {ENVIRONMENT_VARIABLE}):\n{listing}"
         )
-    return available[0]
+    return (devices or available)[0]
+
+
+def _way_on(num_broken: int, available: Sequence[Candidate]) -> str:
+    if not available:
+        return "No other platform is available."
+    others, name = "it" if num_broken == 1 else "them", available[0].name
+    return f"To go on without {others}: --platform {name} or {ENVIRONMENT_VARIABLE}={name}."
 
 
 def _nothing_installed() -> PlatformError:
     known = installable_platforms()
-    example = f", for instance: pip install {known[0]}" if known else ""
-    choices = f" Known platform packages: {', '.join(known)}." if known else ""
-    return PlatformError(
-        f"No platform plugin is installed, so there is nothing to run on. Install one{example}.{choices}"
-    )
+    example = f"See {INSTALL_PAGE}."
+    if known:
+        example = f"Install one of {', '.join(known)}, for instance: {install_command(known[0])}"
+    return PlatformError(f"No platform plugin is installed, so there is nothing to run on. {example}")
+
+
+def _is_eligible(candidate: Candidate) -> bool:
+    """Whether a platform may be chosen without being named."""
+    return candidate.available and not _is_by_name_only(candidate)
+
+
+def _before_hosts(chosen: str, hosts: Sequence[str]) -> str:
+    are = f"{hosts[0]} is" if len(hosts) == 1 else f"{', '.join(hosts[:-1])} and {hosts[-1]} are"
+    options = " or ".join(f"--platform {name}" for name in (chosen, *hosts))
+    return f"it has a device, {are} the host; to choose: {options}"
 
 
 def _has_crashed(candidate: Candidate) -> bool:

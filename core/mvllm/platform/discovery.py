@@ -30,6 +30,7 @@ from typing import Any
 import pluggy
 
 from mvllm.errors import ContractError, PlatformError
+from mvllm.installation import install_command, uninstall_command
 from mvllm.platform import hookspecs
 from mvllm.platform.isolated_probes import ProbeAnswer, run_isolated
 from mvllm.platform.module_aliases import MissingPartError
@@ -134,13 +135,13 @@ def check_contract(spec: PlatformSpec, source: PluginSource) -> None:
         raise ContractError(
             f"{source.distribution} {source.version} says that it was built for platform contract {spec.contract!r}; "
             f"a contract is (major, minor), and mvllm {__version__} speaks {dotted(CONTRACT)}. "
-            f"Run: pip install -U {source.distribution}"
+            f"Run: {install_command(source.distribution, upgrade=True)}"
         )
     major, minor = spec.contract
     if major == CONTRACT[0] and minor <= CONTRACT[1]:
         return
     plugin_is_newer = (major, minor) > CONTRACT
-    remedy = f"pip install -U {'mvllm' if plugin_is_newer else source.distribution}"
+    remedy = install_command("mvllm" if plugin_is_newer else source.distribution, upgrade=True)
     raise ContractError(
         f"{source.distribution} {source.version} was built for platform contract {major}.{minor}, but mvllm "
         f"{__version__} speaks {dotted(CONTRACT)}. Run: {remedy}"
@@ -167,7 +168,7 @@ def check_torch(spec: PlatformSpec, source: PluginSource) -> None:
         found = f"torch {installed} is installed"
     raise PlatformError(
         f"{source.distribution} {source.version} needs torch {spec.torch_floor} or newer, but {found}. "
-        f"Run: pip install -U {source.distribution} 'torch>={spec.torch_floor}'"
+        f"Run: {install_command(source.distribution, f'torch>={spec.torch_floor}', upgrade=True)}"
     )
 
 
@@ -201,7 +202,7 @@ def needs_another_contract(error: BaseException, source: PluginSource) -> Platfo
     contract_error = ContractError(
         f"{source.distribution} {source.version} was built for another platform contract: it asks for something that "
         f"contract {dotted(CONTRACT)} of mvllm {__version__} does not have ({lacking}). "
-        f"Run: pip install -U mvllm {source.distribution}"
+        f"Run: {install_command('mvllm', source.distribution, upgrade=True)}"
     )
     contract_error.__cause__ = error
     return contract_error
@@ -275,10 +276,7 @@ class IsolatedProbeError(Exception):
 
 
 def _crash(spec: PlatformSpec, source: PluginSource, how: str) -> PluginFailure:
-    remedy = (
-        f"check the driver and its libraries, pip install -U {source.distribution}, or pip uninstall "
-        f"{source.distribution} if it is not needed"
-    )
+    remedy = f"check the driver and its libraries, {_repair(source)}"
     return PluginFailure("crash", f"{how} (probe {spec.probe})", None, remedy)
 
 
@@ -331,7 +329,7 @@ def _attempt(stage: str, source: PluginSource, action: Callable[[], Any]) -> Any
             return PluginFailure("contract", str(error), error, command)
         if isinstance(error, PlatformError) and message:
             return PluginFailure(stage, message, error, command)
-        remedy = f"pip install -U {source.distribution}, or pip uninstall {source.distribution} if it is not needed"
+        remedy = _repair(source)
         shown = str(error) if isinstance(error, IsolatedProbeError) else f"{type(error).__name__}: {error}"
         return PluginFailure(stage, shown, error, remedy)
 
@@ -342,5 +340,10 @@ def _duplicate(source: PluginSource, rivals: Sequence[PluginSource]) -> PluginFa
         "duplicate",
         f"the platform name {source.name!r} is claimed by {len(rivals)} entry points, of " + " and ".join(others),
         None,
-        f"pip uninstall {source.distribution}, or the other one",
+        f"{uninstall_command(source.distribution)}, or the other one",
     )
+
+
+def _repair(source: PluginSource) -> str:
+    repair = install_command(source.distribution, upgrade=True)
+    return f"{repair}, or {uninstall_command(source.distribution)} if it is not needed"

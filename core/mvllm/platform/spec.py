@@ -36,6 +36,8 @@ class PlatformSpec:
             out-of-tree device; None if it does not. Core reports two libraries that use the slot.
         probe_in_process: Since contract 1.1. The probe loads no library that could end the process, so core runs it
             where it needs the result. Otherwise core runs it in a child process, which takes 0.2 s of a start.
+        is_host: Since contract 1.1. The platform computes on the processors of the host and has no device of its own,
+            so that a single available platform with a device is chosen before it. By default it has a device.
     """
 
     name: str
@@ -48,6 +50,7 @@ class PlatformSpec:
     by_name_only: bool = False
     torch_backend: str | None = None
     probe_in_process: bool = False
+    is_host: bool = False
 
 
 @phase(Phase.PROBE)

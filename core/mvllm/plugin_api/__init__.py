@@ -26,6 +26,7 @@ from mvllm.config.speculative import SpeculativeConfig
 from mvllm.config.token_spaces import TokenSpace
 from mvllm.contract import Phase
 from mvllm.errors import ConfigError, ContractError, MvllmError, PlatformError
+from mvllm.installation import install_command
 from mvllm.logging import get_logger
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.multimodal import ArrayData, EncoderInput, ItemSpan
@@ -204,6 +205,7 @@ __all__ = [
     "current_phase",
     "get_logger",
     "hookimpl",
+    "install_command",
     "require_phase",
     "static_state_ops",
 ]

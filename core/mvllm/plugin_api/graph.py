@@ -1,6 +1,6 @@
 """Public interface for platforms whose device has a compiler or runtime of its own.
 
-The package mvllm-graph has it (`pip install "mvllm[graph]"`): this module stands for the package that the entry point
+The package mvllm-graph has it (docs/how-to/install.md#parts): this module stands for the package that the entry point
 `plugin_api.graph` of the group `mvllm.aliases` names. Importing it loads neither torch nor a device library.
 """
 

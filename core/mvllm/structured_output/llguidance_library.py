@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from mvllm.errors import RequestError
+from mvllm.installation import install_command
 
 NAME = "llguidance"
 REQUIREMENT = "llguidance>=1.9,<2"
@@ -22,8 +23,8 @@ def check_available() -> None:
     """
     if not _is_installed():
         raise RequestError(
-            f"structured_outputs needs the package {NAME}, which is not installed. Run: pip install '{REQUIREMENT}', "
-            "and start the engine again.",
+            f"structured_outputs needs the package {NAME}, which is not installed. "
+            f"Run: {install_command(REQUIREMENT)}, and start the engine again.",
             parameter="structured_outputs",
         )
 
@@ -39,8 +40,8 @@ def load() -> Any:
         return importlib.import_module(NAME)
     except ImportError as e:
         raise RequestError(
-            f"structured_outputs needs the package {NAME}, which cannot be imported: {e}. Run: pip install "
-            f"--force-reinstall '{REQUIREMENT}', and start the engine again.",
+            f"structured_outputs needs the package {NAME}, which cannot be imported: {e}. "
+            f"Run: {install_command(REQUIREMENT, reinstall=True)}, and start the engine again.",
             parameter="structured_outputs",
         ) from e
 

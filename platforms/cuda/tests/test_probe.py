@@ -86,7 +86,7 @@ def test_unusable_devices(machine, torch, monkeypatch, lines, variable, message,
 @pytest.mark.parametrize(
     ("build", "driver", "message", "remedy"),
     [
-        (None, 13000, "not installed", "pip install torch"),
+        (None, 13000, "not installed", "'torch>=2.6'"),
         (TorchBuild("2.13.0+cpu"), 13000, "2.13.0+cpu was built for the host alone", "build for CUDA"),
         (TorchBuild("2.13.0+rocm7", hip=(7, 0)), 13000, "built for ROCm", "build for CUDA"),
         (CUDA_13, 12080, "CUDA 13.0, the driver supports 12.8 at most", "Update the driver"),

@@ -249,5 +249,5 @@ def test_without_the_extra_the_server_works_and_the_option_names_the_missing_pac
     ran = subprocess.run([sys.executable, "-c", WITHOUT_OTEL], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     message, loaded = json.loads(ran.stdout)
-    assert "pip install 'mvllm[otel]'" in message and "No module named" in message
+    assert "pip install 'opentelemetry-exporter-otlp-proto-http" in message and "No module named" in message
     assert loaded == []

@@ -15,6 +15,7 @@ from mvllm.config.hub import find_model
 from mvllm.config.model_fingerprint import weights_fingerprint
 from mvllm.config.option import options_of
 from mvllm.errors import ConfigError, ModelError
+from mvllm.installation import install_command
 from mvllm.layers.quantization.registry import supported_methods
 from mvllm.models.checkpoint import read_checkpoint
 from tests.helpers.plugins import prepend, write_metadata
@@ -207,7 +208,8 @@ def test_a_file_of_a_missing_part_says_which_package_it_needs(name: str, no_form
         find_model(name)
     model = name.removesuffix(":Q8_0")
     assert str(refused.value) == (
-        f'The model {model!r} needs the package mvllm-gguf, which is not installed: pip install "mvllm[gguf]"'
+        f"The model {model!r} needs the package mvllm-gguf, which is not installed. "
+        f"Run: {install_command('mvllm-gguf')}"
     )
 
 

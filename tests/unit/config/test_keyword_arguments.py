@@ -12,6 +12,7 @@ from mvllm import EngineArgs, plugin_groups
 from mvllm.config.foreign_keywords import engine_keywords
 from mvllm.config.keyword_arguments import nearest_setting
 from mvllm.errors import ConfigError
+from mvllm.installation import install_command
 from mvllm.utils import FlexibleArgumentParser
 from tests.helpers.plugins import prepend, write_metadata
 
@@ -118,7 +119,7 @@ def test_an_unknown_keyword_names_the_missing_package(monkeypatch: pytest.Monkey
         EngineArgs(model="demo", swap_space=4)
     assert str(caught.value) == (
         "There is no engine setting 'swap_space'. `mvllm serve --help` lists the settings. A keyword of another engine "
-        'needs the package mvllm-compat, which is not installed: pip install "mvllm[compat]"'
+        f"needs the package mvllm-compat, which is not installed. Run: {install_command('mvllm-compat')}"
     )
 
 

@@ -18,6 +18,7 @@ from mvllm.config.model_builder import build_model_config
 from mvllm.config.model_implementations import find_implementation, model_impl_names, read_composite_config
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.errors import ConfigError, ModelError
+from mvllm.installation import install_command
 from mvllm.models.checkpoint_support import check_architecture
 from mvllm.models.registry import resolve_model_class
 from mvllm.multimodal.item_families import item_family
@@ -50,8 +51,8 @@ class Items(ItemFamily):
 """
 TEXT = {"num_hidden_layers": 2, "vocab_size": 96, "max_position_embeddings": 64}
 MISSING = (
-    "through transformers needs the package mvllm-transformers-backend, which is not installed: "
-    'pip install "mvllm[transformers-backend]"'
+    "through transformers needs the package mvllm-transformers-backend, which is not installed. "
+    f"Run: {install_command('mvllm-transformers-backend')}"
 )
 
 
@@ -176,7 +177,7 @@ class TestWithoutThePackage:
         text = str(refused.value)
         assert f"'AcmeForCausalLM' is not supported. Running 'AcmeForCausalLM' {MISSING}. Supported nat" in text
         assert "\n" not in text
-        with pytest.raises(ModelError, match=r"'AcmeForCausalLM' is not supported.*\[transformers-backend\]"):
+        with pytest.raises(ModelError, match=r"'AcmeForCausalLM' is not supported.*mvllm-transformers-backend"):
             resolve_model_class("AcmeForCausalLM")
 
     def test_a_class_of_its_own_runs_and_its_name_needs_the_package(self, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.entrypoints.cli import arguments
 from mvllm.entrypoints.cli.main import COMMANDS, PART_COMMANDS, _make_parser, installed_commands, load_command, main
+from mvllm.installation import install_command
 from tests.unit.entrypoints.builders import ANSWER_TEXT, echo, save_model_folder, use_fake_engine
 
 
@@ -308,6 +309,6 @@ def test_a_command_of_a_missing_package_names_it(command, part, monkeypatch, cap
     monkeypatch.setattr(installable, "_installed_version", lambda package: None)
     assert main([command, "x"]) == 1
     assert capsys.readouterr().err == (
-        f"error: `mvllm {command}` needs the package mvllm-{part}, which is not installed: "
-        f'pip install "mvllm[{part}]"\n'
+        f"error: `mvllm {command}` needs the package mvllm-{part}, which is not installed. "
+        f"Run: {install_command(f'mvllm-{part}')}\n"
     )

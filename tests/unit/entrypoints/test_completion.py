@@ -58,4 +58,4 @@ def test_without_the_library_the_error_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 1
-    assert "pip install 'mvllm[completion]'" in capsys.readouterr().err
+    assert "pip install 'shtab" in capsys.readouterr().err

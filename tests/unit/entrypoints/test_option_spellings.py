@@ -18,6 +18,7 @@ from mvllm.entrypoints.cli.main import _make_parser, main
 from mvllm.entrypoints.cli.option_spellings import as_declared
 from mvllm.entrypoints.cli.serve import apply_foreign_server_options
 from mvllm.errors import ConfigError
+from mvllm.installation import install_command
 from tests.unit.entrypoints.builders import save_model_folder
 from tests.unit.entrypoints.scripted_server import Server
 
@@ -114,7 +115,7 @@ def test_an_option_of_another_engine_names_the_missing_package(
     first, second = capsys.readouterr().err.splitlines()
     assert first.endswith(
         "unrecognized arguments: --swap-space 4. A keyword of another engine needs the package mvllm-compat, which is "
-        'not installed: pip install "mvllm[compat]"'
+        f"not installed. Run: {install_command('mvllm-compat')}"
     )
     assert "--help" in second
 

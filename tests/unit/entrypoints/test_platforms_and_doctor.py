@@ -15,6 +15,7 @@ from mvllm import installable
 from mvllm.entrypoints.cli import doctor_checks as doctor_checks
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ContractError
+from mvllm.installation import install_command
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.discovery import Candidate, PluginFailure
 from mvllm.platform.spec import CONTRACT, Check, CheckStatus, DeviceInfo, PlatformSpec, ProbeResult
@@ -45,7 +46,7 @@ class Crashing(Healthy):
         raise SystemExit(3)
 
 
-def candidate(name, *, probe=None, failure=None, factory="Healthy", contract=(1, 0), by_name_only=False):
+def candidate(name, *, probe=None, failure=None, factory="Healthy", contract=(1, 0), by_name_only=False, is_host=False):
     spec = PlatformSpec(
         name=name,
         vendor="Acme",
@@ -54,6 +55,7 @@ def candidate(name, *, probe=None, failure=None, factory="Healthy", contract=(1,
         factory=f"{__name__}:{factory}",
         torch_floor="2.6",
         by_name_only=by_name_only,
+        is_host=is_host,
     )
     return Candidate(PluginSource(name, f"acme_{name}.plugin", f"mvllm-{name}", "1.2"), spec, probe, 0.002, failure)
 
@@ -66,7 +68,7 @@ BROKEN = candidate(
 ALIEN = candidate(
     "alien",
     contract=(2, 0),
-    failure=PluginFailure("contract", "speaks 2.0", ContractError("speaks 2.0"), "pip install -U mvllm"),
+    failure=PluginFailure("contract", "speaks 2.0", ContractError("speaks 2.0"), "install a newer core"),
 )
 CRASHING = candidate("crashing", probe=ProbeResult(True, "1 device"), factory="Crashing")
 
@@ -80,6 +82,7 @@ def plugins(monkeypatch):
             return [c for c in found if only is None or c.name == only]
 
         monkeypatch.setattr("mvllm.entrypoints.cli.platforms.discover", discover)
+        monkeypatch.setattr("mvllm.entrypoints.cli.platforms.find_sources", lambda: [c.source for c in found])
         monkeypatch.setattr(doctor_checks, "discover", discover)
         monkeypatch.setattr(doctor_checks, "find_sources", lambda: [c.source for c in found])
 
@@ -136,7 +139,31 @@ class TestPlatforms:
     def test_with_none_it_says_what_to_install(self, plugins, capsys):
         plugins()
         assert main(["platforms"]) == 0
-        assert "pip install mvllm-" in capsys.readouterr().out
+        assert install_command("mvllm-cpu") in capsys.readouterr().out
+
+    def test_a_name_with_a_typing_error_is_never_part_of_a_command(self, plugins, capsys):
+        plugins(GOOD)
+        assert main(["platforms", "--platform", "cdua"]) == 0
+        assert capsys.readouterr().out.strip() == (
+            f"No platform is called 'cdua'; installed: good. Did you mean 'cuda'? Run: {install_command('mvllm-cuda')}"
+        )
+        main(["platforms", "--platform", "Good"])
+        assert capsys.readouterr().out.strip().endswith("Did you mean 'good'?")
+        main(["platforms", "--platform", "quantum"])
+        out = capsys.readouterr().out
+        assert "mvllm has packages for cpu, cuda, " in out and "install " not in out
+        assert doctor(capsys, "--platform", "cdua")[1]["platform.entry_points"]["remedy"] == install_command(
+            "mvllm-cuda"
+        )
+
+    def test_the_chosen_one_of_several_is_marked(self, plugins, capsys):
+        plugins(GOOD, candidate("host", probe=ProbeResult(True, "2 cores"), is_host=True))
+        main(["platforms"])
+        assert "  chosen    it has a device, host is the host; to choose: --platform good or --platform host" in (
+            capsys.readouterr().out
+        )
+        status, found = doctor(capsys)
+        assert status == 0 and found["platform.choice"]["found"].startswith("good, from mvllm-good 1.2")
 
 
 class TestDoctor:
@@ -153,6 +180,7 @@ class TestDoctor:
         assert set(found) >= {
             "python.version",
             "core.version",
+            "core.distribution",
             "core.dependencies",
             "core.parts",
             "torch.import",
@@ -178,9 +206,10 @@ class TestDoctor:
         installed, missing, problem, _ = check["found"].split("; ")
         others = sorted(installable.installable_parts().keys() - {"bench", "router"})
         assert installed == "bench 0.1.0, router 0.1.2"
-        assert missing == f'not installed: {", ".join(others)} (pip install "mvllm[{",".join(others)}]")'
+        command = install_command(*(f"mvllm-{name}" for name in others))
+        assert missing == f"not installed: {', '.join(others)}. To install: {command}"
         assert problem == "mvllm-bench: no-such-package is missing" and check["status"] == "warning"
-        assert "\n" not in check["found"] and check["remedy"] == "pip install -U mvllm mvllm-bench mvllm-router"
+        assert "\n" not in check["found"] and check["remedy"] == install_command("no-such-package")
         monkeypatch.setattr(installable, "_installed_version", lambda package: None)
         check = doctor(capsys)[1]["core.parts"]
         assert check["found"].startswith("none; not installed: bench, ") and check["status"] == "ok"
@@ -219,7 +248,7 @@ class TestDoctor:
         assert status == 1
         row = found["platform.stale.factory"]
         assert "was built for another platform contract" in row["found"] and "'warp'" in row["found"]
-        assert row["remedy"] == "pip install -U mvllm mvllm-stale"
+        assert row["remedy"] == install_command("mvllm", "mvllm-stale", upgrade=True)
         assert "platform.stale.doctor" not in found
 
     def test_a_factory_that_cannot_be_imported_names_who_can_help(self, plugins, capsys):

@@ -10,6 +10,7 @@ import pytest
 from mvllm import installable, plugin_groups
 from mvllm.entrypoints.cli import main as command_line
 from mvllm.entrypoints.cli.main import main
+from mvllm.installation import install_command
 from mvllm.logging import get_logger
 from mvllm.plugin_groups import PluginSource
 from tests.helpers.plugins import prepend, write_metadata
@@ -65,8 +66,8 @@ def test_the_option_of_a_part_that_is_not_installed_names_its_package(
     for option in ("--models", "--models-dir"):
         assert main(["serve", option, "x.yaml"]) == 1
         assert capsys.readouterr().err == (
-            f"error: `mvllm serve {option}` needs the package mvllm-router, which is not installed: "
-            'pip install "mvllm[router]"\n'
+            f"error: `mvllm serve {option}` needs the package mvllm-router, which is not installed. "
+            f"Run: {install_command('mvllm-router')}\n"
         )
     assert main(["router"]) == 1
     assert "`mvllm router` needs the package mvllm-router" in capsys.readouterr().err

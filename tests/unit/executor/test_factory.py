@@ -12,6 +12,7 @@ from mvllm.errors import ConfigError, PlatformError
 from mvllm.executor.factory import make_executor
 from mvllm.executor.uniproc import UniProcExecutor
 from mvllm.installable import installable_platforms
+from mvllm.installation import install_command
 from mvllm.platform.phases import Phase
 from mvllm.platform.topology import LaunchTopology
 from mvllm.plugin_groups import EXECUTORS
@@ -138,7 +139,7 @@ def test_the_error_for_an_executor_without_its_package_has_the_install_command(e
     required = ['mvllm-acme>=1; extra == "acme"', 'mvllm-far>=1; extra == "far"', 'mvllm-far>=1; extra == "executors"']
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
     text = refusal(config("far"), FakePlatform(executors=("far",)))
-    assert 'package that provides this executor is not installed. Run: pip install "mvllm[far]"' in text
+    assert f"package that provides this executor is not installed. Run: {install_command('mvllm-far')}" in text
     assert "neither built in" in refusal(config("acme"))
     assert installable_platforms() == ["mvllm-acme"]
 

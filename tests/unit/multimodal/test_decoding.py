@@ -146,7 +146,7 @@ def test_a_missing_package_is_named_with_its_extra(
     modality: str, package: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"need the package {package}.*pip install 'mvllm\[multimodal\]'"):
+    with pytest.raises(ConfigError, match=rf"need the package {package}.*pip install 'av.*' 'pillow"):
         decoded(b"x", modality)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from mvllm.config.multimodal import MultiModalModel
+from mvllm.errors import ModelError
+from mvllm.multimodal import installed_packages, processor_loading
 from mvllm.multimodal.early_checks import processor_problems
 
 
@@ -25,6 +27,19 @@ def test_files_and_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "preprocessor_config.json").unlink()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     [problem] = processor_problems(model)
-    assert "(PIL): pip install 'mvllm[multimodal]'" in problem
+    assert "(PIL). Run: " in problem and "pip install 'av" in problem and "'pillow" in problem
     model.multimodal = None
     assert processor_problems(model) == []
+
+
+def test_without_pillow_the_error_names_it_and_no_library_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        raise ValueError("Could not load any image processor class. Missing: torchvision, Pillow")
+
+    monkeypatch.setattr(processor_loading, "_substitute", load)
+    monkeypatch.setattr(installed_packages, "is_installed", lambda package: package != "PIL")
+    with pytest.raises(ModelError, match=r"^Images in prompts need the package Pillow, .* Run: .*'pillow") as caught:
+        processor_loading.load_processor(tmp_path)
+    assert "torchvision" not in str(caught.value)

@@ -13,6 +13,7 @@ import pytest
 
 from mvllm import plugin_api
 from mvllm.errors import ContractError, PlatformError
+from mvllm.installation import install_command
 from mvllm.platform import choose, discovery, isolated_probes
 from mvllm.platform.discovery import check_contract, check_torch, discover, load_attribute
 from mvllm.platform.hookspecs import hookimpl
@@ -84,32 +85,32 @@ class TestContractVersion:
             check_contract(replace(SPEC, contract=(MAJOR, 4)), SOURCE)
 
     @pytest.mark.parametrize(
-        ("contract", "command"),
+        ("contract", "older"),
         [
-            ((MAJOR, MINOR + 1), "pip install -U mvllm"),
-            ((MAJOR + 1, 0), "pip install -U mvllm"),
-            ((MAJOR + 1, MINOR), "pip install -U mvllm"),
-            ((MAJOR - 1, MINOR), "pip install -U mvllm-acme"),
-            ((MAJOR - 1, MINOR + 5), "pip install -U mvllm-acme"),
+            ((MAJOR, MINOR + 1), "mvllm"),
+            ((MAJOR + 1, 0), "mvllm"),
+            ((MAJOR + 1, MINOR), "mvllm"),
+            ((MAJOR - 1, MINOR), "mvllm-acme"),
+            ((MAJOR - 1, MINOR + 5), "mvllm-acme"),
         ],
     )
-    def test_others_are_refused_with_the_command_for_the_older_side(self, contract, command):
+    def test_others_are_refused_with_the_command_for_the_older_side(self, contract, older):
         with pytest.raises(ContractError) as caught:
             check_contract(replace(SPEC, contract=contract), SOURCE)
         text = str(caught.value)
         assert "mvllm-acme 1.2" in text and f"{contract[0]}.{contract[1]}" in text and f"{MAJOR}.{MINOR}" in text
-        assert text.endswith(f"Run: {command}")
+        assert text.endswith(f"Run: {install_command(older, upgrade=True)}")
 
     def test_it_is_checked_before_the_probe_is_imported(self, installed):
         installed.add(hook=lambda: replace(SPEC, contract=(MAJOR + 1, 0), probe="never_imported:probe"))
         failure = failure_of()
         assert failure.stage == "contract"
-        assert failure.remedy == "pip install -U mvllm"
+        assert failure.remedy == install_command("mvllm", upgrade=True)
         assert isinstance(failure.error, ContractError)
 
     @pytest.mark.parametrize("contract", ["1.0", (1,), (1, 0, 0), None, (1, "0"), 1.0])
     def test_an_invalid_contract_version_is_refused(self, contract):
-        with pytest.raises(ContractError, match=r"a contract is \(major, minor\).*Run: pip install -U mvllm-acme"):
+        with pytest.raises(ContractError, match=r"a contract is \(major, minor\).*Run: .*pip install -U mvllm-acme"):
             check_contract(replace(SPEC, contract=contract), SOURCE)
 
 
@@ -135,7 +136,9 @@ class TestTorch:
         with pytest.raises(PlatformError) as caught:
             check_torch(replace(SPEC, torch_floor=floor), SOURCE)
         assert f"needs torch {floor} or newer, but torch 2.9.1+cpu is installed" in str(caught.value)
-        assert str(caught.value).endswith(f"Run: pip install -U mvllm-acme 'torch>={floor}'")
+        command = install_command("mvllm-acme", f"torch>={floor}", upgrade=True)
+        assert str(caught.value).endswith(f"Run: {command}")
+        assert f"pip install -U mvllm-acme 'torch>={floor}'" in command
 
     def test_a_torch_without_metadata_may_be_of_any_version(self, torch):
         torch.clear()
@@ -145,7 +148,7 @@ class TestTorch:
         installed.add(hook=lambda: replace(SPEC, torch_floor="99"))
         [candidate] = discover()
         assert candidate.failure is not None and candidate.failure.stage == "torch"
-        assert candidate.failure.remedy == "pip install -U mvllm-acme 'torch>=99'"
+        assert candidate.failure.remedy == install_command("mvllm-acme", "torch>=99", upgrade=True)
         assert "Run:" not in candidate.failure.message
         assert candidate.probe is not None and not candidate.available
 
@@ -177,7 +180,7 @@ class TestAnotherContract:
         failure = failure_of()
         assert failure.stage == "contract" and isinstance(failure.error, ContractError)
         assert "mvllm-acme 1.2 was built for another platform contract" in failure.message
-        assert failure.remedy == "pip install -U mvllm mvllm-acme"
+        assert failure.remedy == install_command("mvllm", "mvllm-acme", upgrade=True)
         assert isinstance(failure.error.__cause__, ImportError | AttributeError | TypeError)
 
     @pytest.mark.parametrize(
@@ -339,6 +342,61 @@ class TestByNameOnly:
         assert choose.choose_platform().source.name == "real"
         with pytest.raises(PlatformError, match="no such device"):
             choose.choose_platform("test")
+
+
+DEVICE, HOST, NAMED = {}, {"is_host": True}, {"by_name_only": True}
+ABSENT, BROKEN = ProbeResult(False, "no device"), OSError("no driver")
+IT_HAS = "it has a device, "
+
+
+@pytest.mark.parametrize(
+    ("installed_platforms", "chosen", "words"),
+    [
+        (
+            {"acme": DEVICE, "cpu": HOST},
+            "acme",
+            IT_HAS + "cpu is the host; to choose: --platform acme or ",
+        ),
+        ({"cpu": HOST, "z": DEVICE}, "z", IT_HAS + "cpu is the host; to choose: --platform z or --platform cpu"),
+        (
+            {"a": HOST, "b": HOST, "c": DEVICE},
+            "c",
+            IT_HAS + "a and b are the host; to choose: --platform c or --platform a or --platform b",
+        ),
+        ({"cpu": HOST}, "cpu", "the only platform that is installed"),
+        ({"acme": {**DEVICE, "probe": ABSENT}, "cpu": HOST}, "cpu", "the only available one of acme, cpu"),
+        ({"acme": {**NAMED, **DEVICE}, "cpu": HOST}, "cpu", "the only available one of acme, cpu; acme would have to"),
+        ({"acme": DEVICE, "cpu": {**NAMED, **HOST}}, "acme", "the only available one of acme, cpu; cpu would have to"),
+        ({"acme": DEVICE, "cpu": {**HOST, "probe": ABSENT}}, "acme", "the only available one of acme, cpu"),
+        ({"acme": DEVICE, "cpu": HOST, "zeta": DEVICE}, None, "choose one with --platform acme or --platform cpu or"),
+        ({"acme": DEVICE, "zeta": DEVICE}, None, "--platform acme or --platform zeta"),
+        ({"a": HOST, "b": HOST}, None, "--platform a or --platform b"),
+        ({"acme": {**DEVICE, "probe": BROKEN}, "cpu": HOST}, None, "To go on without it: --platform cpu"),
+        ({"acme": DEVICE, "cpu": {**HOST, "probe": BROKEN}}, None, "To go on without it: --platform acme"),
+        ({"acme": DEVICE, "cpu": HOST, "zeta": {"probe": BROKEN}}, None, "To go on without it: --platform acme"),
+    ],
+)
+def test_one_device_is_chosen_before_the_host(installed, installed_platforms, chosen, words):
+    class SomePlatform(Platform):
+        spec = capabilities = None
+        plan = topology = init_device = communicator = attention_backend = None
+
+    for name, facts in installed_platforms.items():
+        found = facts.get("probe", ProbeResult(True, "found"))
+        probe = raising(found) if isinstance(found, Exception) else lambda found=found: found
+        installed.module(f"{name}_device", make=SomePlatform, probe=probe)
+        given = {key: value for key, value in facts.items() if key != "probe"}
+        spec = PlatformSpec(
+            name, "X", CONTRACT, f"{name}_device:probe", f"{name}_device:make", probe_in_process=True, **given
+        )
+        installed.add(PluginSource(name, f"{name}_plugin", f"mvllm-{name}", "1"), hook=lambda spec=spec: spec)
+    if chosen is None:
+        with pytest.raises(PlatformError, match=words):
+            choose.choose_platform()
+        assert choose.choose_platform(next(n for n, f in installed_platforms.items() if "probe" not in f))
+        return
+    found = choose.choose_platform()
+    assert found.source.name == chosen and found.reason.startswith(words)
 
 
 PROBES = """

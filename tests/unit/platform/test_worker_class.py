@@ -9,6 +9,7 @@ import pytest
 from mvllm import plugin_groups
 from mvllm.errors import PlatformError
 from mvllm.executor.worker_topology import check_topology, launch_topology
+from mvllm.installation import install_command
 from mvllm.platform.worker_class import worker_class_of
 from mvllm.plugin_groups import PluginSource
 from tests.unit.engine.builders import make_config
@@ -61,6 +62,6 @@ def test_a_missing_worker_is_named_in_one_line_before_workers_start(installed: l
     with pytest.raises(PlatformError) as found:
         check_topology(config, made, launch_topology(config, made))
     assert str(found.value) == (
-        "The platform 'acme', which runs models as graphs, needs the package mvllm-graph, which is not installed: "
-        'pip install "mvllm[graph]"'
+        "The platform 'acme', which runs models as graphs, needs the package mvllm-graph, which is not installed. "
+        f"Run: {install_command('mvllm-graph')}"
     )

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from mvllm.engine.frontend.request_state import RequestState
 from mvllm.errors import ConfigError
+from mvllm.installation import install_command
 from mvllm.logging import get_logger
 from mvllm.version import __version__
 
@@ -66,7 +67,7 @@ class Tracer:
         except ImportError as e:
             raise ConfigError(
                 f"otlp_traces_endpoint is {endpoint!r}, which needs the SDK of OpenTelemetry and its exporter for OTLP "
-                f"over HTTP; found: {e}. Run: pip install 'mvllm[otel]'"
+                f"over HTTP; found: {e}. Run: {install_command('mvllm[otel]')}"
             ) from e
 
     @property

@@ -9,6 +9,7 @@ import argparse
 
 from mvllm.entrypoints.cli.help import subcommands
 from mvllm.errors import ConfigError
+from mvllm.installation import install_command
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
@@ -38,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as e:
-        raise ConfigError("`mvllm completion` needs the package shtab. Run: pip install 'mvllm[completion]'") from e
+        command = install_command("mvllm[completion]")
+        raise ConfigError(f"`mvllm completion` needs the package shtab. Run: {command}") from e
     print(shtab.complete(complete_parser(shtab.FILE), args.shell))
     return 0
 

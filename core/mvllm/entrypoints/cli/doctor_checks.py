@@ -24,7 +24,14 @@ from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.fork_runner import ForkResult, run_in_fork
 from mvllm.entrypoints.cli.platforms import installed_plugins
 from mvllm.errors import MvllmError, PlatformError
-from mvllm.installable import describe_parts, installable_parts, installable_platforms, part_versions
+from mvllm.installable import (
+    describe_parts,
+    installable_parts,
+    installable_platforms,
+    part_versions,
+    unknown_platform,
+)
+from mvllm.installation import INSTALL_PAGE, conflicting_distribution, describe_installation, install_command
 from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
 from mvllm.platform.discovery import (
     SLOW_PROBE_SECONDS,
@@ -62,6 +69,7 @@ def run_checks(*, platform: str | None = None, model: str | None = None) -> list
     torch, made, own, hiding = _run_forked(candidates)
     checks = _run_guarded("python.version", _python)
     checks += _run_guarded("core.version", _core)
+    checks += _run_guarded("core.distribution", _distribution)
     checks += _run_guarded("core.dependencies", _dependencies)
     checks += _run_guarded("core.parts", _parts)
     checks += _run_guarded("torch.import", lambda: _torch(candidates, torch))
@@ -175,28 +183,35 @@ def _core() -> Checks:
     yield Check("core.version", CheckStatus.OK, f"mvllm {__version__}, platform contract {dotted(CONTRACT)}")
 
 
+def _distribution() -> Checks:
+    """Whether the metadata of `mvllm` is this project's, and where it came from."""
+    if (conflict := conflicting_distribution()) is not None:
+        found, _, remedy = conflict.rpartition(" Run: ")
+        yield Check("core.distribution", CheckStatus.BROKEN, found, remedy)
+        return
+    yield Check("core.distribution", CheckStatus.OK, describe_installation())
+
+
 def _dependencies() -> Checks:
     """Compares the requirements in core's metadata with the installed packages."""
     requirements = _requirements("mvllm")
     if requirements is None:
-        remedy = "install it: pip install mvllm"
+        remedy = f"install it: {install_command('mvllm')}"
         yield Check("core.dependencies", CheckStatus.WARNING, "mvllm is run from a folder, not installed", remedy)
         return
     problems = _requirement_problems(requirements)
-    found = "; ".join(problems) if problems else f"all {len(requirements)} required packages are installed"
-    yield _check("core.dependencies", not problems, found, "pip install -U mvllm")
+    found = "; ".join(problems.values()) if problems else f"all {len(requirements)} required packages are installed"
+    yield _check("core.dependencies", not problems, found, install_command(*problems))
 
 
 def _parts() -> Checks:
     """Which parts of mvllm are installed, and whether the packages that they require fit."""
     packages = [package for name, package in installable_parts().items() if part_versions()[name] is not None]
-    problems = [
-        f"{package}: {problem}"
-        for package in packages
-        for problem in _requirement_problems(_requirements(package) or ())
-    ]
-    found = "; ".join([describe_parts(), *problems])
-    yield _check("core.parts", not problems, found, f"pip install -U mvllm {' '.join(packages)}", CheckStatus.WARNING)
+    problems = {package: _requirement_problems(_requirements(package) or ()) for package in packages}
+    texts = [f"{package}: {problem}" for package, each in problems.items() for problem in each.values()]
+    missing = dict.fromkeys(requirement for each in problems.values() for requirement in each)
+    found = "; ".join([describe_parts(), *texts])
+    yield _check("core.parts", not texts, found, install_command(*missing), CheckStatus.WARNING)
 
 
 def _requirements(distribution: str) -> list[str] | None:
@@ -217,9 +232,10 @@ def _applies(requirement: str) -> bool:
     return marker is None or marker.evaluate({"extra": ""})
 
 
-def _requirement_problems(requirements: Iterable[str]) -> list[str]:
-    """The requirements that the installed packages do not meet, as text."""
-    return [problem for requirement in requirements if (problem := _requirement_problem(requirement)) is not None]
+def _requirement_problems(requirements: Iterable[str]) -> dict[str, str]:
+    """The requirements that the installed packages do not meet, without their markers, and what is wrong with each."""
+    problems = {each.partition(";")[0].strip(): _requirement_problem(each) for each in requirements}
+    return {requirement: problem for requirement, problem in problems.items() if problem is not None}
 
 
 def _requirement_problem(requirement: str) -> str | None:
@@ -257,12 +273,9 @@ def _torch(candidates: Sequence[Candidate], imported: ForkResult) -> Checks:
     found = f"torch {installed}" + ("" if works else f" cannot be imported: {imported.failure}")
     yield _check("torch.import", works, found, "reinstall torch together with the platform package")
     for name, floor in floors.items():
-        yield _check(
-            f"platform.{name}.torch",
-            reaches(installed, floor),
-            f"torch {installed}, required is {floor} or newer",
-            f"pip install -U {plugins[name]} 'torch>={floor}'",
-        )
+        good = reaches(installed, floor)
+        command = "" if good else install_command(plugins[name], f"torch>={floor}", upgrade=True)
+        yield _check(f"platform.{name}.torch", good, f"torch {installed}, required is {floor} or newer", command)
 
 
 # --- platforms
@@ -271,11 +284,12 @@ def _torch(candidates: Sequence[Candidate], imported: ForkResult) -> Checks:
 def _entry_points(candidates: Sequence[Candidate], requested: str | None) -> Checks:
     names = sorted({source.name for source in find_sources()})
     found = f"{len(names)} platform plugin(s): {', '.join(names)}" if names else "no platform plugin is installed"
-    known = installable_platforms()
-    default = known[0] if known else "mvllm-<platform>"
-    remedy = f"pip install mvllm-{requested}" if requested else f"pip install {default}"
     if requested and not candidates:
-        found += f"; {requested!r} is not among them"
+        text, _, command = unknown_platform(requested, names).rpartition(" Run: ")
+        yield Check("platform.entry_points", CheckStatus.BROKEN, text or command, command if text else "name another")
+        return
+    known = installable_platforms()
+    remedy = install_command(known[0]) if known else f"install a platform: see {INSTALL_PAGE}"
     yield _check("platform.entry_points", bool(candidates), found, remedy)
 
 
@@ -319,8 +333,8 @@ def _plugin_dependencies(candidate: Candidate) -> Check:
     return _check(
         f"platform.{candidate.name}.requirements",
         not problems,
-        "; ".join(problems) if problems else f"all packages that {name} requires are installed",
-        f"pip install -U mvllm {name}",
+        "; ".join(problems.values()) if problems else f"all packages that {name} requires are installed",
+        install_command(*problems),
         CheckStatus.WARNING if is_optional else CheckStatus.BROKEN,
     )
 
@@ -333,7 +347,7 @@ def _factory(candidate: Candidate, result: ForkResult | None) -> Checks:
     prefix, report = f"platform.{candidate.name}", f"report it to the maintainers of {distribution}"
     if result.failure is not None:
         found = f"{candidate.spec.factory} of {candidate.source} cannot be built: {result.failure}"
-        remedy = f"pip install -U {distribution}; if that does not help, {report}"
+        remedy = f"{install_command(distribution, upgrade=True)}; if that does not help, {report}"
         yield Check(f"{prefix}.factory", CheckStatus.BROKEN, found, remedy)
     elif result.value:
         found, _, command = result.value.rpartition(" Run: ")
@@ -392,7 +406,7 @@ def _torch_backends(candidates: Sequence[Candidate]) -> Checks:
     early = [name for name, own in libraries.items() if own & loaded_with_torch]
     found_text = f"several packages register torch's PrivateUse1 backend, which can be registered once: {found_text}"
     names = " or ".join(f"--platform {c.name}" for c in claims.values())
-    remedy = f"choose one with {names}; or pip uninstall those that are not needed"
+    remedy = f"choose one with {names}; or uninstall those that are not needed"
     if early or unclaimed:
         remedy = f"{_TORCH_AUTOLOAD}=0 keeps torch from loading them automatically; {remedy}"
     # A package that torch loads registers the backend before the chosen platform can.
@@ -414,6 +428,8 @@ def _unavailable_platform_check(candidates: Sequence[Candidate], requested: str 
     name = requested or os.environ.get(ENVIRONMENT_VARIABLE) or None
     automatic = [c for c in candidates if c.spec is None or not c.spec.by_name_only]
     usable = [c for c in (automatic if name is None else candidates) if c.available and name in (None, c.name)]
+    devices = [c for c in usable if c.spec is not None and not c.spec.is_host]
+    usable = devices if len(devices) == 1 else usable
     if len(usable) == 1:
         broken = [c.name for c in automatic if c.failure is not None]
         remedy = f"repair {', '.join(broken)}, or choose with --platform {usable[0].name}"

@@ -7,7 +7,10 @@ import json
 from typing import Any
 
 from mvllm import plugin_groups
-from mvllm.platform.discovery import SLOW_PROBE_SECONDS, Candidate, discover, dotted
+from mvllm.errors import PlatformError
+from mvllm.installation import conflicting_distribution
+from mvllm.platform.choose import choose_candidate
+from mvllm.platform.discovery import SLOW_PROBE_SECONDS, Candidate, discover, dotted, find_sources
 from mvllm.platform.spec import CONTRACT
 from mvllm.plugin_groups import PluginSource
 
@@ -21,26 +24,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the list; returns 0 even if a plugin is broken or not available."""
+    if (conflict := conflicting_distribution()) is not None:
+        raise PlatformError(conflict)
     candidates = discover(only=args.platform)
     if args.json:
         print(json.dumps({"contract": dotted(CONTRACT), "platforms": [_as_json(c) for c in candidates]}, indent=2))
         return 0
+    chosen = _chosen(candidates) if args.platform is None else None
     if not candidates:
         print(_nothing_found(args.platform))
     for candidate in candidates:
         print("\n".join(_lines(candidate, verbose=args.verbose)))
+        if chosen is not None and chosen[0] is candidate:
+            print(f"  chosen    {chosen[1]}")
     return 0
 
 
-def _nothing_found(name: str | None) -> str:
-    if name is not None:
-        return f"No installed platform plugin is called {name!r}. Run: pip install mvllm-{name}"
-    from mvllm.installable import installable_platforms
+def _chosen(candidates: list[Candidate]) -> tuple[Candidate, str] | None:
+    """The platform of which an engine would be made, and why; None if there is an error instead, or no other."""
+    if len(candidates) < 2:
+        return None
+    try:
+        return choose_candidate(candidates)
+    except PlatformError:
+        return None
 
+
+def _nothing_found(name: str | None) -> str:
+    from mvllm.installable import installable_platforms, unknown_platform
+    from mvllm.installation import INSTALL_PAGE, install_command
+
+    if name is not None:
+        return unknown_platform(name, (source.name for source in find_sources()))
     known = installable_platforms()
-    return "No platform plugin is installed. Run, for instance: pip install " + (
-        known[0] if known else "mvllm-<platform>"
-    )
+    if not known:
+        return f"No platform plugin is installed. See {INSTALL_PAGE}."
+    return f"No platform plugin is installed. Run, for instance: {install_command(known[0])}"
 
 
 def _lines(candidate: Candidate, *, verbose: bool) -> list[str]:
@@ -79,6 +98,7 @@ def _as_json(candidate: Candidate) -> dict[str, Any]:
         "contract": dotted(spec.contract) if spec else None,
         "vendor": spec.vendor if spec else None,
         "torch_floor": spec.torch_floor if spec else None,
+        "is_host": spec.is_host if spec else None,
         "reason": availability_reason(candidate),
         "remedy": failure.remedy if failure else probe.remedy if probe else None,
         "failed_at": failure.stage if failure else None,

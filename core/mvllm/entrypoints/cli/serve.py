@@ -31,6 +31,7 @@ from mvllm.entrypoints.openai.server.authentication import KeyLimits, read_api_k
 from mvllm.entrypoints.openai.server.settings import ServerSettings, UnknownFieldsPolicy
 from mvllm.entrypoints.root_plugins import add_plugin_arguments, hold_plugins, plugin_settings, root_plugins
 from mvllm.errors import ConfigError
+from mvllm.installation import install_command
 
 KEY_VARIABLE = "MVLLM_API_KEY"
 ADMIN_KEY_VARIABLE = "MVLLM_ADMIN_API_KEY"
@@ -242,8 +243,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"The server needs {', '.join(missing)}, which this installation lacks. "
-            "Run: pip install --upgrade --force-reinstall mvllm"
+            f"The server needs {', '.join(missing)}, which this installation lacks. Run: {install_command(*missing)}"
         )
     settings = _settings(args)
     serve = _extension_server(ServeCommand(args, settings, add_arguments, _model))

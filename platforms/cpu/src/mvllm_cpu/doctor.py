@@ -64,5 +64,5 @@ def _memory() -> Check:
 def _torch_build() -> Check:
     build = torch_build.find_build()
     if build.is_for_accelerators:
-        return Check("platform.cpu.torch_build", CheckStatus.WARNING, build.describe(), torch_build.REMEDY)
+        return Check("platform.cpu.torch_build", CheckStatus.WARNING, build.describe(), torch_build.remedy())
     return Check("platform.cpu.torch_build", CheckStatus.OK, build.describe())

@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from mvllm.plugin_api import install_command
+
 ABI_VERSION = 20
 LIBRARY = Path(__file__).parent / "_kernels.so"
-NO_COMPILER_REMEDY = (
-    "Install a C++ compiler (g++) and reinstall mvllm-cpu: pip install --force-reinstall --no-deps mvllm-cpu"
-)
+
+
+def no_compiler_remedy() -> str:
+    """What to do where mvllm-cpu was installed without a compiler: a wheel has compiled kernels, a folder needs one."""
+    command = install_command("mvllm-cpu", reinstall=True)
+    return f"Install a C++ compiler (g++), which a build from a folder needs, then run: {command}"
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ def find_absent() -> Kernels | None:
     if os.environ.get("MVLLM_CPU_KERNELS") == "0":
         return Kernels(None, reason="MVLLM_CPU_KERNELS=0 is set.", remedy="Unset MVLLM_CPU_KERNELS.")
     if not _path().exists():
-        return Kernels(None, reason=f"{_path()} was not built.", remedy=NO_COMPILER_REMEDY)
+        return Kernels(None, reason=f"{_path()} was not built.", remedy=no_compiler_remedy())
     return None
 
 
@@ -65,12 +70,12 @@ def _open(path: Path) -> Kernels:
         library = ctypes.CDLL(str(path))
         found = int(library.mvllm_cpu_abi_version())
     except (OSError, AttributeError) as e:
-        return Kernels(None, reason=f"{path} cannot be used: {e}", remedy=NO_COMPILER_REMEDY)
+        return Kernels(None, reason=f"{path} cannot be used: {e}", remedy=no_compiler_remedy())
     if found != ABI_VERSION:
         return Kernels(
             None,
             reason=f"{path} speaks version {found} of the kernels' interface, this package {ABI_VERSION}.",
-            remedy=NO_COMPILER_REMEDY,
+            remedy=no_compiler_remedy(),
         )
     library.mvllm_cpu_isa.restype = library.mvllm_cpu_quantized_linear_isa.restype = ctypes.c_char_p
     isa, quantized_isa = library.mvllm_cpu_isa().decode(), library.mvllm_cpu_quantized_linear_isa().decode()

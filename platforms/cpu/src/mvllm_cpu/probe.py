@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from mvllm.plugin_api import DeviceInfo, ProbeResult
+from mvllm.plugin_api import DeviceInfo, ProbeResult, install_command
 from mvllm_cpu import host_resources
 
 
@@ -14,7 +14,7 @@ def probe() -> ProbeResult:
         return ProbeResult(
             available=False,
             reason="torch is not installed in this environment.",
-            remedy="Install it: pip install torch --index-url of a CPU build, or reinstall mvllm-cpu.",
+            remedy=f"Run: {install_command('torch>=2.6', torch_backend='cpu')}",
         )
     threads = host_resources.usable_threads()
     device = DeviceInfo(index=0, name=host_resources.processor_name(), memory_bytes=host_resources.memory_total())

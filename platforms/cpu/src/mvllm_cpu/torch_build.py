@@ -11,17 +11,12 @@ import importlib.metadata
 import re
 from dataclasses import dataclass
 
-from mvllm.plugin_api import get_logger
+from mvllm.plugin_api import get_logger, install_command
 
 _LIBRARIES = re.compile(r"(nvidia|cuda|pytorch-triton|triton|rocm|intel|onemkl|oneccl|dpcpp|impi|tbb|umf|tcmlib)\b")
 """Requirements of torch with these names serve its accelerator backends."""
 _ACCELERATOR_FILES = re.compile(r"lib(torch|c10)_(cuda|hip|xpu|nvshmem)")
 _ACCELERATOR_PLATFORMS = ("mvllm-cuda", "mvllm-rocm", "mvllm-xpu")
-REMEDY = (
-    "Install a CPU build: uv pip install --reinstall --torch-backend=cpu torch. With pip, take the command that "
-    "PyTorch's installation page gives for the compute platform CPU, with --force-reinstall; then pip uninstall these "
-    "libraries."
-)
 
 logger = get_logger(__name__)
 
@@ -60,6 +55,12 @@ class TorchBuild:
         return f"torch {self.version} carries {size} that the CPU platform does not use."
 
 
+def remedy() -> str:
+    """How to get a torch without these libraries."""
+    command = install_command("torch", reinstall=True, torch_backend="cpu")
+    return f"Install a CPU build, and uninstall these libraries. Run: {command}"
+
+
 def find_build() -> TorchBuild:
     """Reads the installed distributions."""
     torch = _distribution("torch")
@@ -79,7 +80,7 @@ def warn_once() -> None:
     """Logs, once per process, that torch has unused accelerator libraries."""
     build = find_build()
     if build.is_for_accelerators:
-        logger.warning("%s %s", build.describe(), REMEDY)
+        logger.warning("%s %s", build.describe(), remedy())
 
 
 def _required_libraries(torch: importlib.metadata.Distribution) -> dict[str, importlib.metadata.Distribution]:

@@ -35,7 +35,6 @@ class CUDAPlatform(TorchGpuPlatform):
     """Platform whose workers have one CUDA device each."""
 
     title = "CUDA"
-    package = "mvllm-cuda"
     settings = SETTINGS
     device_variable = visible_devices.VARIABLE
 

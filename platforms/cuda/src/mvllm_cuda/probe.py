@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from mvllm.plugin_api import DeviceInfo, ProbeResult
+from mvllm.plugin_api import DeviceInfo, ProbeResult, install_command
 from mvllm_cuda import visible_devices
 from mvllm_cuda.nvml import NvmlError, read_inventory
 from mvllm_torch_gpu import torch_build
@@ -49,7 +49,10 @@ def torch_problem(driver_cuda: tuple[int, int]) -> tuple[str, str] | None:
     """
     build = torch_build.find()
     if build is None:
-        return "torch is not installed in this environment.", "Install it: pip install torch"
+        return (
+            "torch is not installed in this environment.",
+            f"Run: {install_command('torch>=2.6', torch_backend='auto')}",
+        )
     if build.cuda is None:
         return f"torch {build.version} was built for {build.kind}, not for CUDA.", _OTHER_TORCH
     if build.cuda[0] > driver_cuda[0]:

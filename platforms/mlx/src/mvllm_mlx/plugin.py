@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from mvllm.plugin_api import PlatformSpec, hookimpl
+try:
+    from mvllm.plugin_api import PlatformSpec, hookimpl
+except ModuleNotFoundError as e:
+    if e.name != "mvllm.plugin_api":
+        raise
+    raise ImportError(
+        "mvllm-mlx belongs to the inference engine mvllm, but the package mvllm of this environment is another "
+        "project's, which has this name on the public package index. Make a new environment, and install the engine "
+        "there as its page docs/how-to/install.md says."
+    ) from e
 
 SPEC = PlatformSpec(
     name="mlx",

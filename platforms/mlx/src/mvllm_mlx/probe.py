@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 
-from mvllm.plugin_api import DeviceInfo, ProbeResult
+from mvllm.plugin_api import DeviceInfo, ProbeResult, install_command
 
 
 def probe() -> ProbeResult:
@@ -17,7 +17,7 @@ def probe() -> ProbeResult:
             return ProbeResult(
                 available=False,
                 reason=f"{module} is not installed in this environment.",
-                remedy=f"Install it: pip install '{package}', or reinstall mvllm-mlx.",
+                remedy=f"Run: {install_command(package)}",
             )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     device = DeviceInfo(index=0, name=f"MLX on {platform.machine()} ({device_kind()})", memory_bytes=memory)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 
-from mvllm.plugin_api import Capabilities, Check, CheckStatus, Platform, PlatformSpec
+from mvllm.plugin_api import Capabilities, Check, CheckStatus, Platform, PlatformSpec, install_command
 from mvllm_graph import GraphCompiler, GraphPlatform
 from mvllm_openvino.plugin import SPEC
+from mvllm_openvino.probe import FLOOR
 
 
 def make_platform() -> Platform:
@@ -38,6 +39,6 @@ class OpenVINOPlatform(GraphPlatform):
         try:
             version = metadata.version("openvino")
         except metadata.PackageNotFoundError:
-            remedy = "pip install openvino"
+            remedy = install_command(f"openvino>={'.'.join(map(str, FLOOR))}")
             return (Check("platform.openvino.runtime", CheckStatus.BROKEN, "OpenVINO is not installed.", remedy),)
         return (Check("platform.openvino.runtime", CheckStatus.OK, f"OpenVINO {version}."),)

@@ -27,7 +27,6 @@ class ROCmPlatform(TorchGpuPlatform):
     """Platform whose workers have one ROCm device each."""
 
     title = "ROCm"
-    package = "mvllm-rocm"
     settings = SETTINGS
     device_variable = visible_devices.VARIABLE
     module = HIP

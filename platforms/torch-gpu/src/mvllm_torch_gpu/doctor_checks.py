@@ -9,21 +9,26 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from mvllm.plugin_api import Check, CheckStatus
+from mvllm.plugin_api import Check, CheckStatus, install_command
 
 
-def kernels_check(platform: str, note: str = "") -> Check:
+def kernels_check(platform: str) -> Check:
     """Whether Triton and its kernels are installed.
 
     Args:
         platform: Name of the platform, in lower case.
-        note: Further text about the installation of Triton.
     """
     name = f"platform.{platform}.kernels"
     missing = [module for module in ("triton", "mvllm_triton") if importlib.util.find_spec(module) is None]
     if missing:
         found = f"Attention runs in plain torch, which is many times slower: {', '.join(missing)} not installed."
-        return Check(name, CheckStatus.WARNING, found, f"Run: pip install --force-reinstall mvllm-{platform}{note}")
+        remedies = []
+        if "mvllm_triton" in missing:
+            remedies.append(f"Run: {install_command('mvllm-triton-kernels')}.")
+        if "triton" in missing:
+            command = install_command("torch", reinstall=True, torch_backend="auto")
+            remedies.append(f"Triton comes with torch's build for the device. Run: {command}")
+        return Check(name, CheckStatus.WARNING, found, " ".join(remedies))
     return Check(name, CheckStatus.OK, "Triton and the kernels are installed.")
 
 

@@ -30,6 +30,7 @@ from mvllm.plugin_api import (
     StateBackend,
     StateSpec,
     get_logger,
+    install_command,
 )
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_torch_gpu.settings import Settings
@@ -51,14 +52,12 @@ class TorchGpuPlatform(Platform):
 
     Attributes:
         title: Name of the platform, for messages.
-        package: The distribution to install.
         settings: The platform's own environment variables.
         device_variable: The variable that limits a process to some devices.
         module: Torch's module for such devices.
     """
 
     title: ClassVar[str]
-    package: ClassVar[str]
     settings: ClassVar[Settings]
     device_variable: ClassVar[str]
     module: ClassVar[DeviceModule] = CUDA
@@ -163,9 +162,9 @@ class TorchGpuPlatform(Platform):
                 raise PlatformError(f"{none}: {'; '.join(problems)}.") from e
             logger.warning(
                 "Attention runs in plain torch, which is many times slower: its kernels cannot be imported (%s). Run: "
-                "pip install --force-reinstall %s",
+                "%s",
                 e,
-                self.package,
+                install_command("mvllm-triton-kernels", reinstall=True),
             )
             return found
         problems = TritonAttention.validate(spec)

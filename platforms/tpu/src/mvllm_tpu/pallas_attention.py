@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mvllm.plugin_api import AttentionSpec, BatchLayout, KVLayout, PlatformError
+from mvllm.plugin_api import AttentionSpec, BatchLayout, KVLayout, PlatformError, install_command
 from mvllm_tpu import xla_devices
 from mvllm_tpu.attention import Cache, XlaAttention, XlaMetadata
 from mvllm_tpu.tiles import NOWHERE
@@ -100,7 +100,7 @@ class PallasAttention(XlaAttention):
         if spec.kv_dtype != spec.dtype:
             reasons.append(f"keys and values are stored as {spec.kv_dtype}, computed with as {spec.dtype}")
         if importlib.util.find_spec("jax") is None:
-            reasons.append("jax is not installed, which compiles it: pip install 'mvllm-tpu[pallas]'")
+            reasons.append(f"jax is not installed, which compiles it: {install_command('mvllm-tpu[pallas]')}")
         return reasons
 
     def kv_layout(self) -> KVLayout:

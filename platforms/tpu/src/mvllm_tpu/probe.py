@@ -32,6 +32,6 @@ def probe(root: Path | None = None) -> ProbeResult:
 
 
 INSTALL = (
-    "Make an environment for it, since torch_xla requires the torch of its own version: "
-    "pip install mvllm 'mvllm-tpu[torch-xla]', or 'mvllm-tpu[torch-tpu]' for its successor"
+    "Make an environment for it, since torch_xla requires the torch of its own version, and install mvllm there with "
+    "mvllm-tpu[torch-xla], or mvllm-tpu[torch-tpu] for its successor, as docs/how-to/install.md says."
 )

@@ -32,7 +32,7 @@ def checks(root: Path | None = None) -> list[Check]:
         _chips(inventory),
         _runtime(root),
         _torch(),
-        kernels_check("xpu", ". Triton comes with torch's build for XPU."),
+        kernels_check("xpu"),
         compiler_check("xpu"),
         _memory(inventory),
     ]

@@ -49,7 +49,6 @@ class XPUPlatform(TorchGpuPlatform):
     """Platform whose workers have one XPU device each."""
 
     title = "XPU"
-    package = "mvllm-xpu"
     settings = SETTINGS
     device_variable = visible_devices.MASK
     module = XPU

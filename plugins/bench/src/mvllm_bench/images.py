@@ -7,7 +7,7 @@ import io
 import re
 from typing import TYPE_CHECKING
 
-from mvllm.extension_api import ConfigError
+from mvllm.extension_api import ConfigError, install_command
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +40,7 @@ def random_image_url(size: tuple[int, int], random: np.random.Generator) -> str:
     try:
         from PIL import Image
     except ImportError as e:
-        raise ConfigError("Pictures need Pillow: pip install 'mvllm-bench[images]'.") from e
+        raise ConfigError(f"Pictures need Pillow. Run: {install_command('mvllm-bench[images]')}") from e
     import numpy as np
 
     coarse = random.integers(0, 256, (_COARSE, _COARSE, 3), dtype=np.uint8)

@@ -15,8 +15,10 @@ from mvllm.extension_api.installation import (
     CONTRACT,
     __version__,
     find_sources,
+    install_command,
     installable_executors,
     installable_platforms,
+    uninstall_command,
 )
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     folder = args.dir if args.dir is not None else Path(f"mvllm-{args.name}")
     written = write_plugin(args.name, folder, args.workflow, graph=args.graph)
     print(f"Wrote {len(written)} files of mvllm-{args.name} to {folder}. Next:\n")
-    print(f"  pip install -e {folder}")
+    print(f"  {install_command(f'-e {folder}')}")
     print("  mvllm platforms")
     print(f'  mvllm generate --platform {args.name} --model demo --prompt "Once upon a time"')
     print(f"  mvllm conformance --platform {args.name}\n")
@@ -92,7 +94,7 @@ def check_name(name: str) -> None:
     if owner is not None:
         raise ConfigError(
             f"A platform {name!r} is already installed: {owner}. Names must be unique. Choose another name, or run: "
-            f"pip uninstall {owner.distribution}"
+            f"{uninstall_command(owner.distribution)}"
         )
 
 
@@ -132,7 +134,7 @@ def write_plugin(name: str, folder: Path, workflow: str | None = None, *, graph:
         "@Name@": "".join(word.capitalize() for word in name.split("-")),
         "@package@": package,
         "@core_version@": (version := ".".join(__version__.split(".")[:2])),
-        "@graph_requirement@": f'"mvllm-graph>={version}", ' if graph else "",
+        "@graph_requirement@": f'"mvllm-graph>={version},<1", ' if graph else "",
         "@contract@": ", ".join(map(str, CONTRACT)),
     }
     files = dict(GRAPH_FILES if graph else FILES)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mvllm.plugin_api import ConfigError
+from mvllm.plugin_api import ConfigError, install_command
 
 PLUGIN = "mvllm.testing.plugin"
 SUITE = "mvllm.testing.suite"
@@ -72,8 +72,8 @@ def run(settings: Settings) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"The conformance suite needs {' and '.join(missing)}. Run: pip install 'mvllm[testing]'"
-            + (" and the torch of your platform's package" if "torch" in missing else "")
+            f"The conformance suite needs {' and '.join(missing)}. Run: {install_command(*missing)}"
+            + (", with the build of torch that your platform needs" if "torch" in missing else "")
         )
     # The suite makes its checkpoints itself and needs no network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

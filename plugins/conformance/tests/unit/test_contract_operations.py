@@ -11,6 +11,7 @@ import sys
 from plugins.conformance.tests import operations_page
 
 from mvllm.entrypoints.cli.main import PART_COMMANDS, command_summary, installed_commands, main
+from mvllm.installation import install_command
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm_conformance.contract_changes import changes
 from mvllm_conformance.contract_surface import as_text, read_surface
@@ -82,7 +83,7 @@ def test_every_command_has_a_summary_of_its_own():
 def test_the_operations_of_graphs_need_their_package(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["ops", "--graph"]) == 1
-    wanted = 'needs the package mvllm-graph, which is not installed: pip install "mvllm[graph]"'
+    wanted = f"needs the package mvllm-graph, which is not installed. Run: {install_command('mvllm-graph')}"
     assert capsys.readouterr().err == f"error: `mvllm ops --graph` {wanted}\n"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from mvllm.plugin_api import DeviceInfo, PlatformSpec, ProbeResult, hookimpl
+from mvllm.plugin_api import DeviceInfo, PlatformSpec, ProbeResult, hookimpl, install_command
 from mvllm_example_device.settings import Settings
 
 SPEC = PlatformSpec(
@@ -38,7 +38,8 @@ def probe() -> ProbeResult:
     if importlib.util.find_spec("torch") is None:
         return ProbeResult(False, "torch is not installed", remedy="install torch, then reinstall mvllm-example-device")
     if not LIBRARY.exists():
-        remedy = "reinstall it where there is a C++ compiler: pip install --no-build-isolation mvllm-example-device"
+        command = install_command("mvllm-example-device", reinstall=True)
+        remedy = f"reinstall it where there is a C++ compiler, with --no-build-isolation: {command}"
         return ProbeResult(False, "the device has not been compiled", remedy=remedy)
     devices = tuple(DeviceInfo(i, "host memory", settings.memory) for i in range(settings.devices))
     return ProbeResult(True, f"{settings.devices} devices in mode {settings.mode}", devices)

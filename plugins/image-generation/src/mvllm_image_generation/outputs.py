@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mvllm.extension_api import ConfigError
+from mvllm.extension_api import ConfigError, install_command
 from mvllm.extension_api.engine import RequestMetrics
 
 if TYPE_CHECKING:
@@ -130,5 +130,6 @@ def require_pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as e:
-        raise ConfigError("Image files need Pillow, which is not installed. Run: pip install 'mvllm[images]'") from e
+        command = install_command("mvllm[images]")
+        raise ConfigError(f"Image files need Pillow, which is not installed. Run: {command}") from e
     return Image

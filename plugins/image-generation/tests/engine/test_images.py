@@ -332,7 +332,7 @@ def test_images_become_png_files(llm: LLM) -> None:
 def test_without_pillow_the_error_names_the_extra(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     (image,) = llm.generate_images(PROMPTS[0], GREEDY, use_tqdm=False)[0].images
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ConfigError, match=r"pip install 'mvllm\[images\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'pillow"):
         image.png()
 
 

@@ -15,6 +15,7 @@ from mvllm.extension_api import (
     EngineConfig,
     LaunchTopology,
     Platform,
+    install_command,
 )
 from mvllm.extension_api.remote_executors import (
     Reply,
@@ -106,6 +107,7 @@ def _require_ray() -> None:
         importlib.import_module("ray")
     except ImportError as e:
         raise ConfigError(
-            f"distributed_executor_backend 'ray' was asked for, but Ray cannot be imported ({e}). Run: pip install "
-            '"mvllm[ray]", on every node; or set distributed_executor_backend to mp to stay on this machine.'
+            f"distributed_executor_backend 'ray' was asked for, but Ray cannot be imported ({e}). "
+            f"Run: {install_command('ray>=2.50,<3')}, on every node; or set distributed_executor_backend to mp to stay "
+            "on this machine."
         ) from e

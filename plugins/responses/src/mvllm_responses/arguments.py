@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 from urllib.parse import urlsplit
 
-from mvllm.extension_api import ConfigError
+from mvllm.extension_api import ConfigError, install_command
 from mvllm.extension_api.http_plugin import human_readable_int
 from mvllm_responses.settings import MCPRequestURLs, MCPServerConfig, MCPSettings, ResponsesSettings
 
@@ -145,7 +145,8 @@ def _mcp_settings(args: argparse.Namespace) -> MCPSettings:
         args.mcp_start_timeout,
     )
     if settings.is_enabled and importlib.util.find_spec("mcp") is None:
-        raise ConfigError("--mcp-server and --mcp-request-urls need the package mcp. Run: pip install 'mvllm[mcp]'")
+        command = install_command("mvllm-responses[mcp]")
+        raise ConfigError(f"--mcp-server and --mcp-request-urls need the package mcp. Run: {command}")
     return settings
 
 

@@ -20,6 +20,7 @@ from mvllm.entrypoints.parsers.parser_rules import (
 )
 from mvllm.entrypoints.parsers.registry import canonical_reasoning_parser, tool_parser
 from mvllm.errors import ConfigError
+from mvllm.installation import install_command
 from tests.helpers.plugins import prepend, write_metadata
 
 # Short templates like those of the families, with their distinctive parts.
@@ -126,7 +127,7 @@ def only_core(monkeypatch):
     monkeypatch.setattr(plugin_groups, "list_plugins", lambda group: [] if group in groups else list_plugins(group))
 
 
-MISSING = 'needs the package mvllm-parsers, which is not installed: pip install "mvllm[parsers]"'
+MISSING = f"needs the package mvllm-parsers, which is not installed. Run: {install_command('mvllm-parsers')}"
 
 
 def test_a_parser_of_a_missing_package_says_which_package_it_needs(only_core, capsys):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mvllm.extension_api import ConfigError
+from mvllm.extension_api import ConfigError, install_command
 from mvllm.extension_api.kv_transfer import HostBlock, KVConnectorContext
 from mvllm_kv_transfer.remote.channel import Channel, ChannelError
 from mvllm_kv_transfer.remote.leasing_transport import LeasingTransport
@@ -48,7 +48,8 @@ class NixlTransport(LeasingTransport, TCPTransport):
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as e:
-            raise ConfigError(f"The KV connector 'nixl' needs the library NIXL ({e}). Run: pip install nixl") from e
+            command = install_command("mvllm-kv-transfer[nixl]")
+            raise ConfigError(f"The KV connector 'nixl' needs the library NIXL ({e}). Run: {command}") from e
         super().__init__(context, options)
         caches = [cache for cache in (context.blocks, context.states) if cache is not None]
         self._addresses = [int(cache.block(0).ctypes.data) for cache in caches]

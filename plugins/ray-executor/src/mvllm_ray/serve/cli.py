@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from mvllm.extension_api import ConfigError, MvllmError
+from mvllm.extension_api import ConfigError, MvllmError, install_command
 from mvllm_ray.serve.settings import AppSettings, read_settings
 
 
@@ -78,7 +78,7 @@ def run(settings: AppSettings, args: argparse.Namespace) -> int:
 
         from mvllm_ray.serve.app import make_app
     except ImportError as e:
-        raise ConfigError(f"Ray Serve cannot be imported ({e}). Run: pip install 'mvllm-ray[serve]'") from e
+        raise ConfigError(f"Ray Serve cannot be imported ({e}). Run: {install_command('mvllm-ray[serve]')}") from e
     app = make_app(settings)
     _connect(args.address)
     location: Any = "HeadOnly" if args.proxies == "head" else "EveryNode"
