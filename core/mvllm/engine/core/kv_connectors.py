@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from mvllm import plugin_groups
 from mvllm.config.kv_transfer import DISK, SHARED_MEMORY, KVConnectorConfig
 from mvllm.errors import ConfigError, MvllmError
-from mvllm.installation import install_command
 from mvllm.kv_transfer.connector import KVConnector, KVConnectorContext
 from mvllm.kv_transfer.connectors import KVConnectors
 
