@@ -379,7 +379,7 @@ def sent_to_an_index(text: str) -> list[str]:
         before = ""
         for word in re.split(r"&&|[;|#]", command)[0].split():
             name = re.match(r"mvllm(?:-([a-z@<{][\w@<>{}-]*))?(?:\[|[=<>~]|$)", word.strip("\"'`,.()"))
-            if name and name[1] not in VENDORS and before not in ("-e", "-r"):
+            if name and name[1] not in VENDORS and before not in ("-e", "-r", "--reinstall-package"):
                 found.append(" ".join(command.split()))
                 break
             before = word
@@ -402,6 +402,7 @@ def sent_to_an_index(text: str) -> list[str]:
         ("pip install --upgrade --force-reinstall mvllm", True),
         ("pip install -e mvllm-acme", False),
         ("pip install ./plugins/compat", False),
+        ('uv pip install --reinstall-package mvllm-cpu ".[parts]" ./platforms/cpu', False),
         ("pip install --require-hashes -r WHEELHOUSE/cpu.txt", False),
         ("pip install openai, then mvllm serve", False),
         ("`pip install openai` and mvllm", False),
