@@ -14,11 +14,18 @@ from tests.unit.docs.every_part import documented_commands, needs_every_part
     [
         pytest.param(cli_page, marks=needs_every_part),
         metrics_page,
-        pytest.param(python_api_page, marks=needs_every_part),
     ],
 )
 def test_a_generated_page_is_up_to_date(generator) -> None:
     assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), f"run: python -m {generator.__name__}"
+
+
+@needs_every_part
+def test_the_pages_of_the_python_api_are_up_to_date() -> None:
+    pages = python_api_page.pages()
+    for path, text in pages.items():
+        assert path.read_text(encoding="utf-8") == text, "run: python -m tests.unit.docs.python_api_page"
+    assert {*(python_api_page.REFERENCE / "python").glob("*.md")} == pages.keys() - {python_api_page.PAGE}
 
 
 def test_every_public_name_is_in_the_python_api() -> None:
