@@ -107,7 +107,16 @@ def shown_response(record: dict[str, Any]) -> str:
 def event_text(event: dict[str, Any]) -> str:
     name = f"event: {event['event']}\n" if "event" in event else ""
     data = event["data"]
-    return f"{name}data: {data if isinstance(data, str) else json.dumps(shortened(data), ensure_ascii=False)}"
+    return f"{name}data: {data if isinstance(data, str) else json.dumps(short_event(data), ensure_ascii=False)}"
+
+
+def short_event(data: dict[str, Any]) -> dict[str, Any]:
+    """An event without most fields of the objects that repeat the whole response."""
+    found: dict[str, Any] = shortened(data)
+    for name, value in found.items():
+        if isinstance(value, dict) and len(value) > 9:
+            found[name] = {**dict(list(value.items())[:4]), "…": f"{len(value) - 4} more"}
+    return found
 
 
 def shortened(value: Any) -> Any:
@@ -163,6 +172,8 @@ class Masks:
             return self.text(value)
         if name in ("created", "created_at", "completed_at") and isinstance(value, int):
             return NOW
+        if isinstance(value, int) and str(value) in self._folders:  # a port
+            return int(self._folders[str(value)])
         if name.endswith("_duration"):
             return 150_000_000
         if isinstance(value, float):
@@ -195,9 +206,14 @@ class Recorder:
         query: str = "",
         form: dict[str, str] | None = None,
         file: bytes = b"",
+        replaced: dict[str, Any] | None = None,
         **parameters: str,
     ) -> Any:
-        """Sends a request, and keeps it under the route's name, or `route (name)`. Returns the JSON of the response."""
+        """Sends a request, and keeps it under the route's name, or `route (name)`; returns the JSON of the response.
+
+        Args:
+            replaced: Fields of the response with other values than those received.
+        """
         method, _, path = route.partition(" ")
         filled = path
         for each, value in parameters.items():
@@ -218,6 +234,8 @@ class Recorder:
                 record[key] = self._masks.value(value)
         found = decoded(media_type, response.text)
         record |= {"media_type": media_type, "response": self._masks.value(found)}
+        if replaced:
+            record["response"] |= replaced
         key = f"{route} ({name})" if name else route
         assert key not in self._records, key
         self._records[key] = record
@@ -232,8 +250,7 @@ def decoded(media_type: str, text: str) -> Any:
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     if media_type == "text/event-stream":
         return [decoded_event(event) for event in text.split("\n\n") if event.strip(": \n")]
-    lines = text.splitlines()
-    return text if len(lines) <= 12 else "\n".join([*lines[:9], f"… {len(lines) - 9} more lines"])
+    return "\n".join([*(line for line in text.splitlines() if "mvllm:num_requests_" in line), "…"])
 
 
 def decoded_event(text: str) -> dict[str, Any]:
@@ -418,7 +435,7 @@ def record_all() -> dict[str, Any]:
                 record = Recorder(client, masks, records)
                 form = {"file": "@speech.wav", "model": "whisper-tiny"}
                 for path in ("transcriptions", "translations"):
-                    record(f"POST /v1/audio/{path}", form=form, file=sound())
+                    record(f"POST /v1/audio/{path}", form=form, file=sound(), replaced={"text": "…"})
         zoo = importlib.import_module("plugins.image-generation.tests.image_zoo")
         janus = zoo.make_janus(folder / "janus", grid=6)
         with serve(str(janus), "--served-model-name", "Janus-Pro-1B", "--max-model-len", "256") as server:

@@ -58,7 +58,7 @@ class CompletionChoice(TypedDict):
     stop_reason: int | str | None
     conditional_logprobs: NotRequired[list[float]]
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None] | None]
-    weight_versions: NotRequired[list[int] | None]
+    weight_versions: NotRequired[list[list[int]] | None]
     token_ids: NotRequired[list[int] | None]
     prompt_token_ids: NotRequired[list[int] | None]
 
@@ -148,7 +148,7 @@ class ChatChoice(TypedDict):
     stop_reason: int | str | None
     token_ids: list[int] | None
     conditional_logprobs: NotRequired[list[float]]
-    weight_versions: NotRequired[list[int] | None]
+    weight_versions: NotRequired[list[list[int]] | None]
 
 
 class ChatCompletion(GenerationResponse):
@@ -201,7 +201,7 @@ class ChatChunkChoice(TypedDict):
     prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
     conditional_logprobs: NotRequired[list[float]]
-    weight_versions: NotRequired[list[int] | None]
+    weight_versions: NotRequired[list[list[int]] | None]
 
 
 class ChatCompletionChunk(GenerationResponse):

@@ -196,7 +196,7 @@ class StoredChoice(TypedDict):
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int] | None]
     conditional_logprobs: NotRequired[list[float]]
-    weight_versions: NotRequired[list[int] | None]
+    weight_versions: NotRequired[list[list[int]] | None]
 
 
 class StoredChatCompletion(TypedDict):
