@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mvllm.config.engine_args import EngineArgs
+from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.core.capability_checks import required_config_changes
 from mvllm.errors import ConfigError
 from mvllm.platform.capabilities import Capabilities
@@ -131,6 +132,15 @@ def _folder() -> Path:
     return write_folder(Path(tempfile.mkdtemp(prefix="mvllm-features-")), num_hidden_layers=2)
 
 
+@cache
+def _config(names: tuple[str, ...]) -> EngineConfig:
+    settings: dict[str, Any] = {}
+    for feature in FEATURES:
+        if feature.name in names:
+            settings |= feature.settings
+    return EngineArgs(model=str(_folder()), **settings).create_engine_config()
+
+
 def capabilities_of(record: Mapping[str, Any]) -> Capabilities:
     """The capabilities of a platform's report."""
     values: dict[str, Any] = {}
@@ -151,13 +161,8 @@ def capabilities_of(record: Mapping[str, Any]) -> Capabilities:
 
 def outcome(features: tuple[Feature, ...], capabilities: Capabilities, platform: str) -> tuple[str | None, set[str]]:
     """Why the configuration of some features is refused, and the settings that the platform changes in it."""
-    settings: dict[str, Any] = {}
-    for feature in features:
-        settings |= feature.settings
-    if "kv_cache_dtype" in settings and "int8" not in capabilities.kv_dtypes:
-        settings["kv_cache_dtype"] = "int8"
     try:
-        config = EngineArgs(model=str(_folder()), **settings).create_engine_config()
+        config = _config(tuple(sorted(feature.name for feature in features)))
         changes = list(required_config_changes(config, capabilities, platform))
     except ConfigError as e:
         return str(e), set()
