@@ -1,7 +1,7 @@
 """Compares responses of a server with what `/openapi.json` says of them.
 
 A server of the tests gets its clients from here (`ServerProcess.client`), so all that e2e tests receive is compared.
-The description is that of this environment's packages, made without a server: reading it is no request that tests count.
+The description is made from this environment's packages without a server, so that tests which count requests see none.
 """
 
 from __future__ import annotations
