@@ -72,9 +72,9 @@ class OllamaRoutes:
         streamed = dict.fromkeys(_STREAMED, OllamaChatResponse)
         summary = "Generate the next message of a conversation."
         add(router, "/api/chat", OllamaChatRequest, self.chat, summary, _CHAT, response=streamed)
-        streamed = dict.fromkeys(_STREAMED, OllamaGenerateResponse)
+        lines = dict.fromkeys(_STREAMED, OllamaGenerateResponse)
         summary = "Answer or continue a prompt."
-        add(router, "/api/generate", OllamaGenerateRequest, self.generate, summary, _GENERATE, response=streamed)
+        add(router, "/api/generate", OllamaGenerateRequest, self.generate, summary, _GENERATE, response=lines)
         summary, example = "Embeddings of texts.", {"input": [_TEXT]}
         add(router, "/api/embed", OllamaEmbedRequest, self.embed, summary, example, response=OllamaEmbedResponse)
         add(
