@@ -46,6 +46,7 @@ SETUP = {
     "embedder": 'llm = LLM("demo")  # or a model for embeddings',
     "classifier": 'llm = LLM("path/of/a/classifier")',
     "named": 'named = load_file("new/model.safetensors")  # of safetensors.torch; or a state_dict of the model',
+    "other_process": 'llm = LLM("demo", distributed_executor_backend="mp")  # its workers are other processes',
     "adapted": 'llm = LLM("demo", enable_lora=True)',
 }
 """How a parameter is made, as the pages say it."""
@@ -176,14 +177,15 @@ def example_SharedMemoryWeights(llm: LLM, named: dict[str, torch.Tensor]) -> Non
         llm.update_weights(shared_memory=weights.name)
 
 
-def example_WeightTransferGroup(llm: LLM, named: dict[str, torch.Tensor], port: int = 29600) -> None:
-    world_size = 1 + llm.llm_engine.num_workers  # the trainer is rank 0
+def example_WeightTransferGroup(other_process: LLM, named: dict[str, torch.Tensor], port: int = 29600) -> None:
+    world_size = 1 + other_process.llm_engine.num_workers  # the trainer is rank 0
     info = {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size, "timeout": 60}
-    with ThreadPoolExecutor() as trainer:  # usually a process of its own
+    with ThreadPoolExecutor() as trainer:  # both at the same time
         joining = trainer.submit(WeightTransferGroup, WeightTransferInfo(**info))
-        llm.init_weight_transfer_engine(info)
+        other_process.init_weight_transfer_engine(info)
         trainer.submit(joining.result().send, named)
-        llm.update_weights(**WeightTransferGroup.describe(named))
+        other_process.update_weights(**WeightTransferGroup.describe(named))
+    joining.result().close()
 
 
 def example_MvllmError() -> None:

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from mvllm import LLM, SamplingParams
 from tests.e2e import python_api_examples
 from tests.e2e.demo_model_expectations import COMPLETIONS, REPLIES, messages, says
-from tests.helpers.ports import free_port
 
 GREEDY = SamplingParams(temperature=0, max_tokens=256)
 
@@ -52,8 +51,15 @@ def test_the_program_of_the_readme_prints_sentences(llm):
     assert all(output.outputs[0].text.strip().endswith(".") for output in outputs)
 
 
-NEEDS_OTHER_ENGINES = {"AsyncLLM", "RequestOutputKind", "ClassificationRequestOutput", "LoRARequest"}
-"""Examples that other tests run, with engines that they have: test_async_llm.py, test_encoders.py, test_lora.py."""
+NEEDS_OTHER_ENGINES = {
+    "AsyncLLM",
+    "RequestOutputKind",
+    "ClassificationRequestOutput",
+    "LoRARequest",
+    "WeightTransferGroup",
+}
+"""Examples that other tests run, with engines that they have: test_async_llm.py, test_encoders.py, test_lora.py,
+test_weight_updates.py."""
 
 
 @pytest.mark.parametrize("name", sorted({name[8:] for name in vars(python_api_examples) if name[:8] == "example_"}))
@@ -66,6 +72,5 @@ def test_the_examples_of_the_python_api_run(llm, name):
         "embedder": lambda: llm,
         "engine": lambda: llm.llm_engine,
         "named": lambda: load_file(llm.model_config.path / "model.safetensors"),
-        "port": free_port,
     }
     example(**{parameter: values[parameter]() for parameter in inspect.signature(example).parameters})

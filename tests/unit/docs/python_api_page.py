@@ -194,7 +194,7 @@ def example(name: str, examples: ModuleType) -> str:
             setup += [examples.SETUP["llm"], examples.SETUP["engine"]]
         else:
             setup.append(examples.SETUP[each])
-    body = re.sub(r"\b(async_llm|embedder|classifier|adapted)\b", "llm", body)
+    body = re.sub(r"\b(async_llm|embedder|classifier|adapted|other_process)\b", "llm", body)
     setup = [line.replace("async_llm = ", "llm = ") for line in setup]
     end = []
     if inspect.iscoroutinefunction(function):
