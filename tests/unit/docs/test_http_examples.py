@@ -66,6 +66,7 @@ def test_a_response_that_is_not_as_described_is_found(wrong: dict[str, object]) 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
 @needs_every_part
 def test_a_new_record_has_the_fields_of_the_examples() -> None:
     found = http_examples.record_all()
