@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
+from safetensors.torch import load_file
 
 from mvllm import LLM, SamplingParams
+from tests.e2e import python_api_examples
 from tests.e2e.demo_model_expectations import COMPLETIONS, REPLIES, messages, says
 
 GREEDY = SamplingParams(temperature=0, max_tokens=256)
@@ -45,3 +49,28 @@ def test_the_program_of_the_readme_prints_sentences(llm):
     outputs = llm.generate(prompts, SamplingParams(temperature=0.8, top_k=50, seed=1, max_tokens=64), use_tqdm=False)
     assert [output.prompt for output in outputs] == prompts
     assert all(output.outputs[0].text.strip().endswith(".") for output in outputs)
+
+
+NEEDS_OTHER_ENGINES = {
+    "AsyncLLM",
+    "RequestOutputKind",
+    "ClassificationRequestOutput",
+    "LoRARequest",
+    "WeightTransferGroup",
+}
+"""Examples that other tests run, with engines that they have: test_async_llm.py, test_encoders.py, test_lora.py,
+test_weight_updates.py."""
+
+
+@pytest.mark.parametrize("name", sorted({name[8:] for name in vars(python_api_examples) if name[:8] == "example_"}))
+def test_the_examples_of_the_python_api_run(llm, name):
+    if name in NEEDS_OTHER_ENGINES:
+        return
+    example = getattr(python_api_examples, f"example_{name}")
+    values = {
+        "llm": lambda: llm,
+        "embedder": lambda: llm,
+        "engine": lambda: llm.llm_engine,
+        "named": lambda: load_file(llm.model_config.path / "model.safetensors"),
+    }
+    example(**{parameter: values[parameter]() for parameter in inspect.signature(example).parameters})

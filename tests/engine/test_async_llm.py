@@ -26,6 +26,7 @@ from mvllm.errors import (
 from mvllm.messages.commands import Sleep
 from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.sampling_params import RequestOutputKind
+from tests.e2e.python_api_examples import example_AsyncLLM, example_RequestOutputKind
 from tests.helpers.async_engine import PROMPTS, async_engine, joined, last, params
 from tests.helpers.parity import bytes_of_blocks, engine
 
@@ -90,6 +91,11 @@ def test_a_single_request_gives_the_output_of_llm(llm: AsyncLLM, offline: LLM, r
     for prompt in PROMPTS:
         (expected,) = offline.generate(prompt, asked, use_tqdm=False)
         assert comparable(run(last(llm.generate(prompt, asked)))) == comparable(expected)
+
+
+@pytest.mark.parametrize("example", [example_AsyncLLM, example_RequestOutputKind])
+def test_the_examples_of_the_python_api_run(llm: AsyncLLM, run: Run, example: Any) -> None:
+    run(example(llm))
 
 
 @pytest.mark.parametrize("stop", [None, ["e", "the"]])

@@ -15,6 +15,7 @@ import transformers
 
 from mvllm import LLM, ConfigError, PoolingParams, RequestError, SamplingParams
 from mvllm.messages.pooling_params import PoolingType
+from tests.e2e.python_api_examples import example_ClassificationRequestOutput
 from tests.helpers import encoder_zoo as zoo
 from tests.helpers.thread_executor import ThreadExecutor
 
@@ -189,6 +190,10 @@ def test_a_cross_encoder_scores_depend_on_the_order_of_the_texts(cross_encoder: 
     by_pairs = [output.outputs.score for output in llm.score(TEXTS[1:], TEXTS[:3], use_tqdm=False)]
     expected = expected_scores(folder, list(zip(TEXTS[1:], TEXTS[:3], strict=True)))
     np.testing.assert_allclose(by_pairs, expected, atol=TOLERANCE)
+
+
+def test_the_example_of_the_python_api_runs(cross_encoder: tuple[LLM, Path]) -> None:
+    example_ClassificationRequestOutput(cross_encoder[0])
 
 
 @pytest.mark.parametrize("limit", [4, 5, 12, 31, 60, 100])

@@ -19,6 +19,7 @@ from mvllm.errors import ConfigError
 from mvllm.ops.lora import add_lora_by_slot
 from mvllm.plugin_api import OpProvider
 from mvllm_cpu.platform import CPUPlatform
+from tests.e2e.python_api_examples import example_LoRARequest
 from tests.helpers.lora_adapters import check_against, edit_config, merged, write_adapter
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import engine
@@ -97,6 +98,10 @@ def test_several_adapters_and_the_model_itself_in_one_batch(llm: LLM, llama: Fam
     by_prompt = [outputs[i : i + 4] for i in range(0, len(outputs), 4)]
     for four in by_prompt:  # otherwise the test would be vacuous
         assert len({tuple(output.outputs[0].token_ids) for output in four}) == 4
+
+
+def test_the_example_of_the_python_api_runs(llm: LLM, llama: Family) -> None:
+    example_LoRARequest(llm, str(llama.paths["one"]))
 
 
 def test_a_cached_prefix_is_reused_only_with_the_same_adapter(llm: LLM, llama: Family) -> None:

@@ -28,6 +28,7 @@ from mvllm.engine.async_llm import AsyncLLM
 from mvllm.errors import ConfigError, EngineSleepingError, PlatformError
 from mvllm.messages.commands import IsSchedulerRunning
 from mvllm.messages.sampling_params import RequestOutputKind
+from tests.e2e.python_api_examples import example_WeightTransferGroup
 from tests.engine import weight_update_extension
 from tests.engine.conftest import MakeLLM
 from tests.helpers.async_engine import async_engine, last
@@ -150,6 +151,7 @@ def test_weights_come_from_a_process_group_of_the_trainer(llama: Pair) -> None:
         sending.join()
         assert result_of(llm) == expected(llama.new)
         groups[0].close()
+        example_WeightTransferGroup(llm, llama.tensors, free_port())
 
 
 # -------------------------------------------------------------------------------------------------- families, settings

@@ -18,6 +18,7 @@ import httpx2
 import psutil
 
 from tests.helpers.processes import TAG, new_tag, tagged_processes, wait_until
+from tests.helpers.response_schemas import CheckedClient
 
 START_SECONDS = 180
 TEMPLATE_PROCESS = "mvllm.entrypoints.openai.common.chat_template_process"
@@ -43,6 +44,7 @@ class ServerProcess:
 
     def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         self.tag = new_tag()
+        self._arguments = arguments
         self._log = folder / f"server-{self.tag[:8]}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -92,7 +94,9 @@ class ServerProcess:
         return self
 
     def client(self, **settings: Any) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, timeout=settings.pop("timeout", 120), trust_env=False, **settings)
+        """A client. What it receives from a server with one model is compared with the description of the API."""
+        kind = httpx2.Client if self.command != "serve" or "--models" in self._arguments else CheckedClient
+        return kind(base_url=self.url, timeout=settings.pop("timeout", 120), trust_env=False, **settings)
 
     def pids(self) -> set[int]:
         """Process ids of the server and its children, except `sandbox_pids`, which are replaced on demand."""

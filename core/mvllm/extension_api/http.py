@@ -51,6 +51,10 @@ from mvllm.entrypoints.openai.pooling.inputs import pooling_usage as pooling_usa
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest as ChatCompletionRequest
 from mvllm.entrypoints.openai.protocol import CompletionRequest as CompletionRequest
 from mvllm.entrypoints.openai.protocol import EmbeddingRequest as EmbeddingRequest
+from mvllm.entrypoints.openai.response_types import ChatLogprobs as ChatLogprobs
+from mvllm.entrypoints.openai.response_types import ChatTokenLogprob as ChatTokenLogprob
+from mvllm.entrypoints.openai.response_types import MessageToolCall as MessageToolCall
+from mvllm.entrypoints.openai.response_types import Usage as Usage
 from mvllm.entrypoints.openai.server.authentication import Caller as Caller
 from mvllm.entrypoints.openai.server.authentication import Role as Role
 from mvllm.entrypoints.openai.server.authentication import key_digest as key_digest
@@ -83,7 +87,9 @@ __all__ = [
     "Caller",
     "ChatCompletionHandler",
     "ChatCompletionRequest",
+    "ChatLogprobs",
     "ChatTemplateRenderer",
+    "ChatTokenLogprob",
     "ClientRequest",
     "CompletionHandler",
     "CompletionOutput",
@@ -95,6 +101,7 @@ __all__ = [
     "HTTPRoutes",
     "Handler",
     "InputList",
+    "MessageToolCall",
     "ModelRequest",
     "OpenAIServingModels",
     "OutputParser",
@@ -113,6 +120,7 @@ __all__ = [
     "TokensPrompt",
     "ToolCall",
     "UnknownFields",
+    "Usage",
     "UsageCounter",
     "cancel_on_disconnect",
     "chat_logprobs",

@@ -1,4 +1,5 @@
-"""The table of docs/reference/models.md: features of each model family that passing tests cover.
+"""The tables of docs/reference/models.md: models by the names that people know, and features of each model family that
+passing tests cover.
 
 python -m tests.unit.docs.models_page RUN.json ...      merges the results of runs into the record, writes the page
 python -m tests.unit.docs.models_page                   writes the page from the record
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests.helpers.model_coverage import IMPLS, Coverage, as_json, from_json
+from tests.unit.docs import guide_tables
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reference" / "models.md"
@@ -32,6 +34,52 @@ HOWS = {
     "mxfp4": "MXFP4",
 }
 """Quantization methods with the names that users know; others have the names of the tests."""
+
+NAMES: tuple[tuple[str, str, str, str], ...] = (
+    ("Qwen3", "Qwen/Qwen3-8B", "qwen3", "qwen3"),
+    ("Qwen3 with experts", "Qwen/Qwen3-30B-A3B", "qwen3_moe", "qwen3moe"),
+    ("Qwen3-VL", "Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl", "qwen3vl"),
+    ("Qwen2.5", "Qwen/Qwen2.5-7B-Instruct", "qwen2", "qwen2"),
+    ("Llama 3.1, 3.2, 3.3", "meta-llama/Llama-3.1-8B-Instruct", "llama", "llama"),
+    ("Llama 4", "meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4_text", "llama4"),
+    ("Gemma 3, text", "google/gemma-3-1b-it", "gemma3_text", "gemma3"),
+    ("Gemma 3 with images", "google/gemma-3-4b-it", "gemma3", ""),
+    ("Gemma 4", "google/gemma-4-E4B-it", "gemma4", "gemma4"),
+    ("Mistral", "mistralai/Mistral-7B-Instruct-v0.3", "mistral", "llama"),
+    ("Mistral Small 3, Ministral 3", "mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistral3", "mistral3"),
+    ("Mixtral", "mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral", "llama"),
+    ("Phi-4", "microsoft/phi-4", "phi3", "phi3"),
+    ("gpt-oss", "openai/gpt-oss-20b", "gpt_oss", "gpt-oss"),
+    ("DeepSeek V3, R1", "deepseek-ai/DeepSeek-R1", "deepseek_v3", "deepseek2"),
+    ("DeepSeek V3.2", "deepseek-ai/DeepSeek-V3.2", "deepseek_v32", ""),
+    ("DeepSeek-R1-Distill", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2", "qwen2"),
+    ("GLM-4.5, 4.6, 4.7", "zai-org/GLM-4.5-Air", "glm4_moe", "glm4moe"),
+    ("SmolLM2", "HuggingFaceTB/SmolLM2-135M-Instruct", "llama", "llama"),
+    ("SmolLM3", "HuggingFaceTB/SmolLM3-3B", "smollm3", "smollm3"),
+    ("Granite 4", "ibm-granite/granite-4.0-h-tiny", "granitemoehybrid", "granitehybrid"),
+    ("OLMo 3", "allenai/Olmo-3-7B-Instruct", "olmo3", "olmo2"),
+    ("Whisper", "openai/whisper-large-v3", "whisper", ""),
+)
+"""What people say, a name on the hub, the `model_type` that runs it, and the architecture of its GGUF files."""
+
+TEXT_ONLY = ("qwen3vl", "gemma4", "mistral3")
+"""GGUF files of which the language part is read."""
+
+PUBLISHED = {"HuggingFaceTB/SmolLM2-135M-Instruct": "published weights", "google/gemma-3-1b-it": "published weights"}
+"""Rows of which tests run a model with its published weights: SmolLM2 135M, Gemma 3 270M."""
+
+
+def names_table(record: Coverage) -> str:
+    """One row for each name."""
+    lines = ["| model | for example | runs as | files | tested |", "|---|---|---|---|---|"]
+    for name, example, family, gguf in NAMES:
+        rows = {(impl, what, how) for f, impl, what, how in record if f == family}
+        impl = min((impl for impl, _, _ in rows), key=IMPLS.index)
+        kinds = [title for what, title in COLUMNS.items() if any((i, w) == (impl, what) for i, w, _ in rows)]
+        tested = ", ".join([*([PUBLISHED[example]] if example in PUBLISHED else []), *kinds])
+        files = "safetensors" + (", GGUF" if gguf else "") + (" (text)" if gguf in TEXT_ONLY else "")
+        lines.append(f"| {name} | `{example}` | `{family}`, {impl} | {files} | {tested} |")
+    return "\n".join(lines)
 
 
 def read_record() -> Coverage:
@@ -78,7 +126,8 @@ def sources(record: Coverage) -> str:
 
 
 def with_table(page: str, record: Coverage) -> str:
-    """The page with a new table."""
+    """The page with new tables."""
+    page = guide_tables.with_table(page, "models by name", names_table(record))
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     assert end, f"{PAGE.name} has no place for the table"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import mvllm
-from tests.unit.docs import cli_page, metrics_page, python_api_page
+from mvllm.platform.capabilities import Capabilities
+from tests.unit.docs import cli_page, features_page, metrics_page, python_api_page
 from tests.unit.docs.every_part import documented_commands, needs_every_part
 
 
@@ -14,11 +15,19 @@ from tests.unit.docs.every_part import documented_commands, needs_every_part
     [
         pytest.param(cli_page, marks=needs_every_part),
         metrics_page,
-        pytest.param(python_api_page, marks=needs_every_part),
+        features_page,
     ],
 )
 def test_a_generated_page_is_up_to_date(generator) -> None:
     assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), f"run: python -m {generator.__name__}"
+
+
+@needs_every_part
+def test_the_pages_of_the_python_api_are_up_to_date() -> None:
+    pages = python_api_page.pages()
+    for path, text in pages.items():
+        assert path.read_text(encoding="utf-8") == text, "run: python -m tests.unit.docs.python_api_page"
+    assert {*(python_api_page.REFERENCE / "python").glob("*.md")} == pages.keys() - {python_api_page.PAGE}
 
 
 def test_every_public_name_is_in_the_python_api() -> None:
@@ -30,3 +39,17 @@ def test_every_public_name_is_in_the_python_api() -> None:
 
 def test_every_command_is_in_the_cli_reference() -> None:
     assert {name.split()[0] for name, _ in cli_page.all_commands()} == set(documented_commands())
+
+
+def test_refused_and_untested_combinations_are_not_shown_as_tested() -> None:
+    every = {feature.name: feature for feature in features_page.FEATURES}
+    capabilities = Capabilities(("float32",), ("float32",), prefix_caching=True, kv_transfer=True)
+    pair = (every["async scheduling"], every["speculative decoding"])
+    refusal, _ = features_page.outcome(pair, capabilities, "x")
+    assert refusal is not None and refusal.startswith("async_scheduling and speculative_config are both set")
+    assert features_page.outcome((every["KV tiers"],), capabilities, "x")[0] is None
+    _, changes = features_page.outcome((every["chunked prefill"],), capabilities, "x")
+    assert "scheduler.enable_chunked_prefill" in changes
+    rows, notes = features_page.combinations()
+    assert [feature.name for feature in features_page.FEATURES] == [row[0] for row in rows]
+    assert {cell for row in rows for cell in row[1:]} >= {"yes", "untested"} and len(notes) >= 3

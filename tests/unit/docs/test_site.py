@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.unit.docs import models_page
+
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -78,6 +80,16 @@ def test_models_are_named_with_families_that_tests_show() -> None:
     shown = re.findall(r"^\| `(\w+)` \| (\w+) \| yes", (DOCS / "reference/models.md").read_text(), re.MULTILINE)
     named = [(family, kind) for families, kind in rows for family in re.findall(r"`(\w+)`", families)][1:]
     assert len(named) > 20 and set(named) <= set(shown), set(named) - set(shown)
+
+
+def test_the_leading_names_of_models_are_known_and_their_gguf_files_are_read() -> None:
+    by_name = (DOCS / "reference/models-by-name.md").read_text("utf-8")
+    formats = (DOCS / "how-to/load-models.md").read_text("utf-8")
+    listed = formats.partition("Supported are these architectures")[2].partition("Of files")[0]
+    read = set(re.split(r"[\s,.:()]+", listed))
+    for name, _, family, gguf in models_page.NAMES:
+        assert f"`{family}`" in by_name, name
+        assert not gguf or gguf in read, name
 
 
 def test_fragments_have_a_kind_that_release_notes_have() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 GENERATORS = (
     *("cli_page", "python_api_page", "metrics_page", "null_device_page"),
-    *("guide_tables", "models_page", "platforms_page", "badges"),
+    *("guide_tables", "models_page", "platforms_page", "features_page", "http_examples", "badges"),
 )
 
 if __name__ == "__main__":

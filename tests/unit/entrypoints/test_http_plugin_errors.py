@@ -4,7 +4,7 @@ one of FastAPI."""
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, TypedDict
 
 import fastapi
 import httpx2
@@ -117,6 +117,36 @@ def test_routes_without_a_tag_are_on_the_page() -> None:
     document = openapi_document(router.routes, {}, ())
     assert "tags" not in document["paths"]["/hello"]["get"]
     assert b"/hello" in docs_page(document).body
+
+
+class Whole(TypedDict):
+    text: str
+
+
+class Part(TypedDict):
+    delta: str
+
+
+def test_a_route_names_the_types_of_its_responses() -> None:
+    router = APIRouter()
+
+    async def hello(request: Request) -> Any:
+        return {"text": "hello"}
+
+    router.add_api_route("/one", hello, response={"application/json": Whole, "text/event-stream": Part})
+    router.add_api_route("/two", hello, response=Whole | Part)
+    router.add_api_route("/three", hello)
+    document = openapi_document([], {"/plugins/p": router.routes}, ())
+    found = [document["paths"][f"/plugins/p/{name}"]["get"]["responses"] for name in ("one", "two", "three")]
+    refs = [{"$ref": f"#/components/schemas/{name}"} for name in ("Whole", "Part", "Error")]
+    assert found[0]["200"]["content"] == {
+        "application/json": {"schema": refs[0]},
+        "text/event-stream": {"schema": refs[1]},
+    }
+    assert found[1]["200"]["content"]["application/json"]["schema"] == {"anyOf": refs[:2]}
+    assert "content" not in found[2]["200"]
+    assert all(each["default"]["content"]["application/json"]["schema"] == refs[2] for each in found)
+    assert document["components"]["schemas"]["Whole"]["required"] == ["text"]
 
 
 def test_every_operation_has_an_id_of_its_own() -> None:

@@ -33,7 +33,7 @@ class BodyRoutes:
 
     reader = None
 
-    def add(self, router: APIRouter, path: str, kind: type, endpoint: Any, summary: str) -> None:
+    def add(self, router: APIRouter, path: str, kind: type, endpoint: Any, summary: str, *, response: Any) -> None:
         router.add_api_route(path, endpoint, methods=["POST"])
 
     async def decode(self, request: Any, kind: type) -> Any:

@@ -12,6 +12,7 @@ from mvllm.entrypoints.chat_template import read_tokenizer_config
 from mvllm.entrypoints.openai.common.api_router import APIRouter
 from mvllm.entrypoints.openai.common.streaming_response import cancel_on_disconnect
 from mvllm.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
+from mvllm.entrypoints.openai.response_types import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from mvllm.entrypoints.openai.server.server_handle import APIServerHandle
 from mvllm.errors import RequestError
 
@@ -32,11 +33,14 @@ class TokenizeRoutes:
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes to a router."""
         add = self._server.body_routes.add
-        add(router, "/tokenize", TokenizeRequest, self.tokenize, "Token ids of a text or a conversation.")
-        add(router, "/detokenize", DetokenizeRequest, self.detokenize, "The text of token ids.")
-        router.add_api_route("/tokenizer_info", self.tokenizer_info, methods=["GET"], summary="About the tokenizer.")
+        summary = "Token ids of a text or a conversation."
+        add(router, "/tokenize", TokenizeRequest, self.tokenize, summary, response=TokenizeResponse)
+        summary = "The text of token ids."
+        add(router, "/detokenize", DetokenizeRequest, self.detokenize, summary, response=DetokenizeResponse)
+        summary = "About the tokenizer."
+        router.add_api_route("/tokenizer_info", self.tokenizer_info, summary=summary, response=TokenizerInfo)
 
-    async def tokenize(self, request: Request) -> dict[str, Any]:
+    async def tokenize(self, request: Request) -> TokenizeResponse:
         """Token ids of a text or a conversation."""
         context, _, body = await self._server.body_routes.decode_for_model(request, TokenizeRequest)
         engine, pool = context.engine, context.tokenizer_pool
@@ -64,7 +68,7 @@ class TokenizeRoutes:
         config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
         return {**config, "chat_template": template or None}
 
-    async def detokenize(self, request: Request) -> dict[str, Any]:
+    async def detokenize(self, request: Request) -> DetokenizeResponse:
         """The text of token ids."""
         context, _, body = await self._server.body_routes.decode_for_model(request, DetokenizeRequest)
         engine, ids = context.engine, body.tokens

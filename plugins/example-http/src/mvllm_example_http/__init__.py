@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import TypedDict
 
 import msgspec
 from starlette.requests import Request
@@ -41,11 +41,38 @@ class CountQuery(msgspec.Struct):
     text: str
 
 
+class RankedAnswer(TypedDict):
+    """An answer, with the log-probability of its tokens."""
+
+    answer: str
+    logprob: float
+    num_tokens: int
+
+
+class RankResponse(TypedDict):
+    """The answers, the likeliest first."""
+
+    model: str
+    answers: list[RankedAnswer]
+
+
+class Line(TypedDict):
+    """An event of `lines`."""
+
+    line: str
+
+
+class TokenCount(TypedDict):
+    """The response of `count`."""
+
+    count: int
+
+
 def make_router(server: HTTPServerHandle) -> APIRouter:
     """The routes: the object of the entry point in the group `mvllm.http`."""
     router = APIRouter(tags=["answers"])
 
-    async def rank(request: Request) -> dict[str, Any]:
+    async def rank(request: Request) -> RankResponse:
         asked = await server.read(request, RankRequest)
         if not 0 < len(asked.answers) <= MAX_ANSWERS:
             raise RequestError(f"answers must be a list of 1 to {MAX_ANSWERS} texts.", parameter="answers")
@@ -56,13 +83,13 @@ def make_router(server: HTTPServerHandle) -> APIRouter:
         # The engine always generates a token; only the log-probabilities of the prompt's tokens are used.
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = await server.complete(request, [{"prompt_token_ids": question + ids} for ids in answers], params)
-        ranked = []
+        ranked: list[RankedAnswer] = []
         for text, output in zip(asked.answers, outputs, strict=True):
             positions = (output.prompt_logprobs or [])[len(question) :]
             ids = output.prompt_token_ids[len(question) :]
             total = sum(position[i].logprob for i, position in zip(ids, positions, strict=True) if position)
             ranked.append({"answer": text, "logprob": total, "num_tokens": len(ids)})
-        ranked.sort(key=lambda entry: -entry["logprob"])  # type: ignore[operator]
+        ranked.sort(key=lambda entry: -entry["logprob"])
         return {"model": server.model_name, "answers": ranked}
 
     async def lines(request: Request) -> Response:
@@ -70,16 +97,18 @@ def make_router(server: HTTPServerHandle) -> APIRouter:
         params = SamplingParams(temperature=0, max_tokens=asked.max_tokens)
         return await server.stream(request, _lines(server, asked.question, params))
 
-    async def count(request: Request) -> dict[str, int]:
+    async def count(request: Request) -> TokenCount:
         return {"count": len(await server.tokenize(read_query(request, CountQuery).text))}
 
-    router.add_api_route("/rank", rank, methods=["POST"], summary="Which answers the model finds likeliest.")
-    router.add_api_route("/lines", lines, methods=["POST"], summary="How the model goes on, line by line.")
-    router.add_api_route("/count", count, query=CountQuery, summary="How many tokens a text is.")
+    summary = "Which answers the model finds likeliest."
+    router.add_api_route("/rank", rank, methods=["POST"], summary=summary, response=RankResponse)
+    summary, streamed = "How the model goes on, line by line.", {"text/event-stream": Line}
+    router.add_api_route("/lines", lines, methods=["POST"], summary=summary, response=streamed)
+    router.add_api_route("/count", count, query=CountQuery, summary="How many tokens a text is.", response=TokenCount)
     return router
 
 
-async def _lines(server: HTTPServerHandle, prompt: str, params: SamplingParams) -> AsyncGenerator[dict[str, str], None]:
+async def _lines(server: HTTPServerHandle, prompt: str, params: SamplingParams) -> AsyncGenerator[Line, None]:
     text = ""
     async with aclosing(server.generate({"prompt": prompt}, params)) as outputs:
         async for output in outputs:

@@ -19,7 +19,7 @@ class ImageGeneration(HTTPPlugin):
     def routes(self, server: APIServerHandle) -> HTTPRoutes:
         """The route."""
         from mvllm.extension_api.http import APIRouter, HTTPRoutes
-        from mvllm_image_generation.protocol import ImageGenerationRequest
+        from mvllm_image_generation.protocol import ImageGenerationRequest, ImagesResponse
         from mvllm_image_generation.serving import ImageGenerationHandler
 
         router = APIRouter(tags=["generation"])
@@ -30,6 +30,7 @@ class ImageGeneration(HTTPPlugin):
             ImageGenerationHandler,
             "Generate images of a prompt.",
             {"prompt": "A dog that runs in the rain.", "n": 1},
+            response=ImagesResponse,
         )
         return HTTPRoutes([router])
 

@@ -1,8 +1,8 @@
-"""The body of `POST /v1/images/generations`."""
+"""The bodies of `POST /v1/images/generations`: of requests and of responses."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from mvllm.extension_api.http import ClientRequest
 
@@ -42,3 +42,36 @@ class ImageGenerationRequest(ClientRequest, kw_only=True):
     partial_images: int | None = None
     image: Any = None
     mask: Any = None
+
+
+class ImageData(TypedDict):
+    """An image: base64 of a PNG file."""
+
+    b64_json: str
+
+
+class ImageInputTokens(TypedDict):
+    """The kinds of input tokens."""
+
+    text_tokens: int
+    image_tokens: int
+
+
+class ImagesUsage(TypedDict):
+    """The tokens of a prompt and of its images."""
+
+    input_tokens: int
+    input_tokens_details: ImageInputTokens
+    output_tokens: int
+    total_tokens: int
+
+
+class ImagesResponse(TypedDict):
+    """The images of a prompt."""
+
+    created: int
+    data: list[ImageData]
+    background: str
+    output_format: str
+    size: str
+    usage: ImagesUsage

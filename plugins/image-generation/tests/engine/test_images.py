@@ -40,6 +40,7 @@ from tests.helpers.parity import LOGPROB_TOLERANCE
 from tests.helpers.thread_executor import ThreadExecutor
 
 zoo = importlib.import_module("plugins.image-generation.tests.image_zoo")
+python_api_examples = importlib.import_module("plugins.image-generation.tests.python_api_examples")
 BEGIN_OF_IMAGE_ID = zoo.BEGIN_OF_IMAGE_ID
 EMU3_FIRST_CODE = zoo.EMU3_FIRST_CODE
 EMU3_SCALE = zoo.EMU3_SCALE
@@ -205,6 +206,11 @@ def wanted_codes(janus: Janus, prompt: list[int]) -> list[int]:
 def wanted_text(janus: Janus, prompt: list[int]) -> list[int]:
     key = ("text", id(janus), tuple(prompt))
     return _wanted[key] if key in _wanted else _wanted.setdefault(key, janus.text(prompt, 40))
+
+
+@pytest.mark.parametrize("name", ["Images", "ImageParams", "ImageRequestOutput", "GeneratedImage"])
+def test_the_examples_of_the_python_api_run(llm: LLM, name: str) -> None:
+    getattr(python_api_examples, f"example_{name}")(llm)
 
 
 def test_samples_have_seeds_of_their_own_and_can_be_repeated(llm: LLM) -> None:
@@ -403,6 +409,7 @@ def test_the_async_engine_and_the_server_generate_and_decode(janus: Janus) -> No
         try:
             output = await engine.generate_images(PROMPTS[2], GREEDY)
             pixels = await engine.decode_images(output.images[0].codes)
+            await python_api_examples.example_AsyncImages(engine)
             return output, pixels, await ask(engine, [good, two, *(body for body, _, _ in refused)])
         finally:
             engine.shutdown()

@@ -15,6 +15,7 @@ from mvllm.extension_api.http import APIRouter, BodyRoutes, encode_json, json_re
 from mvllm_responses.input_items import MessageBuilder
 from mvllm_responses.items import Item, check_metadata, input_items, page_of
 from mvllm_responses.protocol import ConversationItemsRequest, ConversationRequest, ConversationUpdateRequest
+from mvllm_responses.response_types import Conversation, DeletedObject, ItemPage, ResponseItem
 from mvllm_responses.store import ResponseStore
 
 _MAX_ITEMS_PER_REQUEST = 20
@@ -48,14 +49,19 @@ class ConversationsRoutes:
         path = "/v1/conversations"
         of_cities, of_rivers = ({"metadata": {"topic": topic}} for topic in ("cities", "rivers"))  # examples
         one, items = f"{path}/{{conversation_id}}", f"{path}/{{conversation_id}}/items"
-        add(router, path, ConversationRequest, self.create, "Start a conversation that the server stores.", of_cities)
-        get(one, self.get_conversation, methods=["GET"], summary="A conversation, without its items.")
-        add(router, one, ConversationUpdateRequest, self.update, "Change the metadata of a conversation.", of_rivers)
-        get(one, self.delete, methods=["DELETE"], summary="Delete a conversation and its items.")
-        get(items, self.list_items, methods=["GET"], summary="The items of a conversation.", query=PageQuery)
-        add(router, items, ConversationItemsRequest, self.create_items, "Add items to a conversation.", _ITEMS)
-        get(f"{items}/{{item_id}}", self.get_item, methods=["GET"], summary="One item of a conversation.")
-        get(f"{items}/{{item_id}}", self.delete_item, methods=["DELETE"], summary="Delete an item of a conversation.")
+        summary = "Start a conversation that the server stores."
+        add(router, path, ConversationRequest, self.create, summary, of_cities, response=Conversation)
+        get(one, self.get_conversation, summary="A conversation, without its items.", response=Conversation)
+        summary = "Change the metadata of a conversation."
+        add(router, one, ConversationUpdateRequest, self.update, summary, of_rivers, response=Conversation)
+        summary = "Delete a conversation and its items."
+        get(one, self.delete, methods=["DELETE"], summary=summary, response=DeletedObject)
+        get(items, self.list_items, summary="The items of a conversation.", query=PageQuery, response=ItemPage)
+        summary = "Add items to a conversation."
+        add(router, items, ConversationItemsRequest, self.create_items, summary, _ITEMS, response=ItemPage)
+        item, summary = f"{items}/{{item_id}}", "Delete an item of a conversation."
+        get(item, self.get_item, summary="One item of a conversation.", response=ResponseItem)
+        get(item, self.delete_item, methods=["DELETE"], summary=summary, response=Conversation)
 
     async def create(self, request: Request) -> Response:
         """Starts a conversation."""

@@ -25,6 +25,8 @@ from mvllm_responses.conversations import ConversationsRoutes, PageQuery, check_
 from mvllm_responses.items import Item, page_of
 from mvllm_responses.mcp.toolbox import MCPServers
 from mvllm_responses.protocol import ResponsesRequest
+from mvllm_responses.response_types import DeletedObject, InputTokens, ItemPage, ResponseStreamEvent
+from mvllm_responses.response_types import Response as ResponseBody
 from mvllm_responses.responses import (
     History,
     InputTokensHandler,
@@ -69,17 +71,22 @@ class ResponsesRoutes:
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes to a router."""
         summary = "Generate the next response of a conversation."
-        self._body_routes.add(router, "/v1/responses", ResponsesRequest, self.create, summary, _EXAMPLE)
+        streamed = {"application/json": ResponseBody, "text/event-stream": ResponseStreamEvent}
+        add_body = self._body_routes.add
+        add_body(router, "/v1/responses", ResponsesRequest, self.create, summary, _EXAMPLE, response=streamed)
         summary = "Count the tokens of what a response would be generated from."
         path = "/v1/responses/input_tokens"
-        self._body_routes.add(router, path, ResponsesRequest, self.input_tokens, summary, _EXAMPLE)
+        add_body(router, path, ResponsesRequest, self.input_tokens, summary, _EXAMPLE, response=InputTokens)
         router.add_api_route("/v1/responses/compact", self.compact, methods=["POST"], include_in_schema=False)
         add, path = router.add_api_route, "/v1/responses/{response_id}"
-        add(path, self.get_response, methods=["GET"], summary="A stored or running response.", query=ResponseQuery)
-        add(path, self.delete_response, methods=["DELETE"], summary="Delete a stored response.")
-        add(f"{path}/cancel", self.cancel_response, methods=["POST"], summary="Cancel a response.")
+        summary = "A stored or running response."
+        add(path, self.get_response, summary=summary, query=ResponseQuery, response=streamed)
+        summary = "Delete a stored response."
+        add(path, self.delete_response, methods=["DELETE"], summary=summary, response=DeletedObject)
+        summary = "Cancel a response."
+        add(f"{path}/cancel", self.cancel_response, methods=["POST"], summary=summary, response=ResponseBody)
         summary = "The items before its output."
-        add(f"{path}/input_items", self.list_input_items, methods=["GET"], summary=summary, query=PageQuery)
+        add(f"{path}/input_items", self.list_input_items, summary=summary, query=PageQuery, response=ItemPage)
         self._conversations.add_to(router)
         self._completions.add_to(router)
 

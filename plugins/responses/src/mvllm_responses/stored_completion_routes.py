@@ -12,6 +12,12 @@ from mvllm.extension_api.http import APIRouter, BodyRoutes, encode_json, json_re
 from mvllm_responses.conversations import PageQuery, check_page
 from mvllm_responses.items import page_of
 from mvllm_responses.protocol import CompletionUpdateRequest
+from mvllm_responses.response_types import (
+    DeletedObject,
+    MessagePage,
+    StoredChatCompletion,
+    StoredChatCompletionPage,
+)
 from mvllm_responses.store import ResponseStore
 from mvllm_responses.stored_completions import checked_metadata
 
@@ -46,13 +52,15 @@ class StoredCompletionRoutes:
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes to a router."""
         add, one = router.add_api_route, f"{PATH}/{{completion_id}}"
-        add(PATH, self.list_completions, methods=["GET"], summary="The stored completions.", query=CompletionsQuery)
-        add(one, self.get_completion, methods=["GET"], summary="A stored completion.")
+        page, summary = StoredChatCompletionPage, "The stored completions."
+        add(PATH, self.list_completions, summary=summary, query=CompletionsQuery, response=page)
+        add(one, self.get_completion, summary="A stored completion.", response=StoredChatCompletion)
         summary, example = "Change the metadata of a stored completion.", {"metadata": {"topic": "rivers"}}
-        self._body_routes.add(router, one, CompletionUpdateRequest, self.update, summary, example)
-        add(one, self.delete, methods=["DELETE"], summary="Delete a stored completion.")
+        body, response = CompletionUpdateRequest, StoredChatCompletion
+        self._body_routes.add(router, one, body, self.update, summary, example, response=response)
+        add(one, self.delete, methods=["DELETE"], summary="Delete a stored completion.", response=DeletedObject)
         summary = "The messages of its request."
-        add(f"{one}/messages", self.list_messages, methods=["GET"], summary=summary, query=MessagesQuery)
+        add(f"{one}/messages", self.list_messages, summary=summary, query=MessagesQuery, response=MessagePage)
 
     async def list_completions(self, request: Request) -> Response:
         """A page of the stored completions, the oldest first by default. `metadata[name]=value` selects some."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast, get_type_hints
 
 import msgspec
 from starlette.requests import Request
@@ -23,6 +23,17 @@ from mvllm.entrypoints.openai.protocol import (
     UnloadLoRAAdapterRequest,
     UpdateLoRAAdapterRequest,
     UpdateWeightsRequest,
+)
+from mvllm.entrypoints.openai.response_types import (
+    CacheReset,
+    LoadedAdapter,
+    PauseState,
+    RpcResults,
+    ServerInfo,
+    SleepState,
+    UnloadedAdapter,
+    WeightState,
+    WeightTransferState,
 )
 from mvllm.entrypoints.openai.server.middleware import require_admin
 from mvllm.entrypoints.openai.server.server_handle import APIServerHandle
@@ -79,7 +90,7 @@ class AdminRoutes:
         checked("POST", "/v1/load_lora_adapter", self.load, "Load a LoRA adapter.", body=LoadLoRAAdapterRequest)
         checked("POST", "/v1/unload_lora_adapter", self.unload, "Unload a LoRA adapter.", body=UnloadLoRAAdapterRequest)
         summary = "Version, model and platform."
-        router.add_api_route("/server_info", self.server_info, methods=["GET"], summary=summary)
+        router.add_api_route("/server_info", self.server_info, summary=summary, response=ServerInfo)
 
         add("POST", "/pause", self.pause, "Stop computing; further requests wait.", query=PauseQuery)
         add("POST", "/resume", self.resume, "Continue after /pause.")
@@ -111,7 +122,7 @@ class AdminRoutes:
         check: Callable[[], None] = lambda: None,
         errors: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Adds one route.
+        """Adds one route. Its response has the type that the handler is annotated with.
 
         Args:
             query: The type of its query parameters; None if they are ignored.
@@ -119,7 +130,7 @@ class AdminRoutes:
             check: Raises if the server cannot have such requests.
             errors: The context that the handler runs in.
         """
-        body_routes = self._server.body_routes
+        body_routes, response = self._server.body_routes, get_type_hints(handle)["return"]
 
         @functools.wraps(handle)
         async def endpoint(request: Request) -> Any:
@@ -134,56 +145,56 @@ class AdminRoutes:
                 return await handle(*arguments)
 
         if body is not None:
-            body_routes.add(router, path, body, endpoint, summary)
+            body_routes.add(router, path, body, endpoint, summary, response=response)
         else:
             shown = None if query is NoQuery else query
-            router.add_api_route(path, endpoint, methods=[method], summary=summary, query=shown)
+            router.add_api_route(path, endpoint, methods=[method], summary=summary, query=shown, response=response)
 
-    async def reset_prefix_cache(self, engine: AsyncLLM, query: NoQuery) -> dict[str, Any]:
+    async def reset_prefix_cache(self, engine: AsyncLLM, query: NoQuery) -> CacheReset:
         """Clears the prefix cache; `reset` is false if running requests use cached blocks."""
         return {"reset": await engine.reset_prefix_cache()}
 
-    async def reset_mm_cache(self, engine: AsyncLLM, query: NoQuery) -> dict[str, Any]:
+    async def reset_mm_cache(self, engine: AsyncLLM, query: NoQuery) -> CacheReset:
         """Drops prepared items, and results of encoders; `reset` is false if running requests use some."""
         return {"reset": await engine.reset_mm_cache()}
 
-    async def sleep(self, engine: AsyncLLM, query: SleepQuery) -> dict[str, Any]:
+    async def sleep(self, engine: AsyncLLM, query: SleepQuery) -> SleepState:
         """Aborts running requests and puts the engine to sleep."""
         await engine.sleep(query.level)
         return {"is_sleeping": engine.is_asleep}
 
-    async def wake_up(self, engine: AsyncLLM, query: WakeUpQuery) -> dict[str, Any]:
+    async def wake_up(self, engine: AsyncLLM, query: WakeUpQuery) -> SleepState:
         """Wakes the engine up; with `tags`, allocates only `weights` or `kv_cache`."""
         await engine.wake_up(query.tags)
         return {"is_sleeping": engine.is_asleep}
 
-    async def is_sleeping(self, engine: AsyncLLM) -> dict[str, Any]:
+    async def is_sleeping(self, engine: AsyncLLM) -> SleepState:
         """Whether the engine sleeps."""
         return {"is_sleeping": engine.is_asleep}
 
-    async def load(self, engine: AsyncLLM, body: LoadLoRAAdapterRequest) -> dict[str, Any]:
+    async def load(self, engine: AsyncLLM, body: LoadLoRAAdapterRequest) -> LoadedAdapter:
         """Loads a LoRA adapter. Requests may then name it as their model."""
         name, path = _required(body.lora_name, "lora_name"), _required(body.lora_path, "lora_path")
         await self._server.models.load_lora_adapter(engine, name, path)
         return {"id": name, "object": "model", "root": path, "parent": self._server.models.name}
 
-    async def unload(self, engine: AsyncLLM, body: UnloadLoRAAdapterRequest) -> dict[str, Any]:
+    async def unload(self, engine: AsyncLLM, body: UnloadLoRAAdapterRequest) -> UnloadedAdapter:
         """Unloads a LoRA adapter. Its running requests continue."""
         name = _required(body.lora_name, "lora_name")
         await self._server.models.unload_lora_adapter(engine, name)
         return {"id": name, "object": "model", "deleted": True}
 
-    async def update_lora(self, engine: AsyncLLM, body: UpdateLoRAAdapterRequest) -> dict[str, Any]:
+    async def update_lora(self, engine: AsyncLLM, body: UpdateLoRAAdapterRequest) -> WeightState:
         """Loads the files of an adapter anew, or those of another folder under its name."""
         await self._server.models.update_lora_adapter(engine, body.lora_name or "", body.lora_path)
-        return await engine.weight_info()
+        return await _weight_state(engine)
 
-    async def server_info(self, request: Request) -> dict[str, Any]:
+    async def server_info(self, request: Request) -> ServerInfo:
         """Version, phase, plugins, platform, workers of all replicas, and model."""
         require_admin(request)
         engine = self._server.state.loaded_engine
         used = [each.name for each, _ in loaded_plugins(self._server.server_settings.disabled_http_plugins)]
-        info: dict[str, Any] = {
+        info: ServerInfo = {
             "version": __version__,
             "phase": self._server.state.phase.value,
             "http_plugins": sorted({*self._server.server_settings.http_plugins, *used}),
@@ -194,35 +205,41 @@ class AdminRoutes:
         if engine is not None:
             model = engine.model_config
             info["num_workers"] = engine.num_workers
-            fields = ("model", "architecture", "dtype", "max_model_len", "quantization", "logprobs_mode")
-            info["model"] = {field: getattr(model, field) for field in fields}
+            info["model"] = {
+                "model": model.model,
+                "architecture": model.architecture,
+                "dtype": model.dtype,
+                "max_model_len": model.max_model_len,
+                "quantization": model.quantization,
+                "logprobs_mode": model.logprobs_mode,
+            }
         return info
 
-    async def pause(self, engine: AsyncLLM, query: PauseQuery) -> dict[str, Any]:
+    async def pause(self, engine: AsyncLLM, query: PauseQuery) -> PauseState:
         """Pauses the engine; answers when no step runs."""
         await engine.pause_generation(mode=query.mode, clear_cache=query.clear_cache)
         return {"is_paused": True}
 
-    async def resume(self, engine: AsyncLLM) -> dict[str, Any]:
+    async def resume(self, engine: AsyncLLM) -> PauseState:
         """Continues."""
         await engine.resume_generation()
         return {"is_paused": False}
 
-    async def is_paused(self, engine: AsyncLLM) -> dict[str, Any]:
+    async def is_paused(self, engine: AsyncLLM) -> PauseState:
         """Whether the engine is paused."""
         return {"is_paused": await engine.is_paused()}
 
-    async def init_transfer(self, engine: AsyncLLM, body: InitWeightTransferRequest) -> dict[str, Any]:
+    async def init_transfer(self, engine: AsyncLLM, body: InitWeightTransferRequest) -> WeightTransferState:
         """Joins a trainer's process group; answers when all of its ranks have joined."""
         await engine.init_weight_transfer_engine(body.init_info or {})
         return {"message": "Weight transfer initialized"}
 
-    async def start(self, engine: AsyncLLM) -> dict[str, Any]:
+    async def start(self, engine: AsyncLLM) -> WeightState:
         """Begins a weight update."""
         await engine.start_weight_update()
-        return await engine.weight_info()
+        return await _weight_state(engine)
 
-    async def update(self, engine: AsyncLLM, body: UpdateWeightsRequest) -> dict[str, Any]:
+    async def update(self, engine: AsyncLLM, body: UpdateWeightsRequest) -> WeightState:
         """Loads a part of a weight update; without one, a whole update."""
         info = body.update_info or {}
         if "tensors" in info or "safetensors" in info:
@@ -230,24 +247,24 @@ class AdminRoutes:
                 "Over HTTP, weights come from a path, shared_memory or a broadcast.", parameter="update_info"
             )
         await engine.update_weights(info)
-        return await engine.weight_info()
+        return await _weight_state(engine)
 
-    async def finish(self, engine: AsyncLLM, body: FinishWeightUpdateRequest) -> dict[str, Any]:
+    async def finish(self, engine: AsyncLLM, body: FinishWeightUpdateRequest) -> WeightState:
         """Ends a weight update."""
         reset = bool(body.reset_running_requests)
         await engine.finish_weight_update(body.weight_version, reset_running_requests=reset)
-        return await engine.weight_info()
+        return await _weight_state(engine)
 
-    async def abandon(self, engine: AsyncLLM) -> dict[str, Any]:
+    async def abandon(self, engine: AsyncLLM) -> WeightState:
         """Drops a weight update."""
         await engine.abandon_weight_update()
-        return await engine.weight_info()
+        return await _weight_state(engine)
 
-    async def weight_info(self, engine: AsyncLLM) -> dict[str, Any]:
+    async def weight_info(self, engine: AsyncLLM) -> WeightState:
         """The version of the weights, whether an update is under way, and why they are unusable, if they are."""
-        return await engine.weight_info()
+        return await _weight_state(engine)
 
-    async def collective_rpc(self, engine: AsyncLLM, body: CollectiveRpcRequest) -> dict[str, Any]:
+    async def collective_rpc(self, engine: AsyncLLM, body: CollectiveRpcRequest) -> RpcResults:
         """Calls a method of `worker_extension_cls` on every worker."""
         results = await engine.collective_rpc(body.method or "", tuple(body.args or ()), body.kwargs)
         return {"results": results}
@@ -291,6 +308,10 @@ def _rpc_errors() -> Iterator[None]:
         raise APIError(400, str(e), code="unknown_method") from e
     except PlatformError as e:
         raise APIError(500, str(e), code="method_failed") from e
+
+
+async def _weight_state(engine: AsyncLLM) -> WeightState:
+    return cast(WeightState, await engine.weight_info())
 
 
 def _required(value: str | None, name: str) -> str:

@@ -15,6 +15,7 @@ from mvllm.entrypoints.openai.audio.transcriptions import TRANSCRIBE, TRANSLATE,
 from mvllm.entrypoints.openai.common.api_router import APIRouter
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.protocol import TranscriptionRequest
+from mvllm.entrypoints.openai.response_types import Transcription
 from mvllm.entrypoints.openai.server.server_handle import APIServerHandle
 
 _LIST = "timestamp_granularities"
@@ -38,6 +39,8 @@ _FORM = {
     }
 }
 
+_RESPONSE = {"application/json": Transcription, "text/plain": str, "text/vtt": str}
+
 
 class AudioRoutes:
     """Answers requests for the text of audio.
@@ -52,7 +55,9 @@ class AudioRoutes:
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes."""
         for path, task, summary in _PATHS:
-            router.add_api_route(path, self._endpoint(task), methods=["POST"], summary=summary, openapi_extra=_FORM)
+            router.add_api_route(
+                path, self._endpoint(task), methods=["POST"], summary=summary, response=_RESPONSE, openapi_extra=_FORM
+            )
 
     def _endpoint(self, task: str) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:

@@ -30,6 +30,8 @@ class APIFormat:
         error_schema: JSON schema of an error's body.
         request_id_header: A header in which clients of the API expect the request's id, besides `x-request-id`; None
             for none.
+        model_type, model_list_type: Types of one model and of the list of models, for the description of the API; None
+            for those of OpenAI.
     """
 
     error_name: ClassVar[str] = "Error"
@@ -50,6 +52,8 @@ class APIFormat:
         },
     }
     request_id_header: ClassVar[bytes | None] = None
+    model_type: ClassVar[Any] = None
+    model_list_type: ClassVar[Any] = None
 
     def matches(self, scope: Scope) -> bool:
         """Whether a request is one of this API. Called for every request; `scope["path"]` is normalized."""

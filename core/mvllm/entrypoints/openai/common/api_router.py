@@ -27,6 +27,7 @@ class APIRoute(Route):
         summary: What it does, in a few words.
         description: The docstring of its endpoint.
         query: The type of its query parameters; None for none.
+        response: The type of its response, or types by media type, as for `response_schema`; None if it is not known.
         openapi_extra: More fields of its operation in OpenAPI, such as `requestBody`.
     """
 
@@ -35,6 +36,7 @@ class APIRoute(Route):
     summary = ""
     description: str | None = None
     query: type[msgspec.Struct] | None = None
+    response: Any = None
     openapi_extra: Mapping[str, Any] = MappingProxyType({})
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -62,6 +64,7 @@ class APIRouter(Router):
         methods: Collection[str] = ("GET",),
         summary: str = "",
         query: type[msgspec.Struct] | None = None,
+        response: Any = None,
         openapi_extra: Mapping[str, Any] = MappingProxyType({}),
         include_in_schema: bool = True,
     ) -> None:
@@ -69,7 +72,7 @@ class APIRouter(Router):
         route = APIRoute(path, _respond_with(endpoint), include_in_schema=include_in_schema)
         route.methods = {method.upper() for method in methods}
         route.tags, route.summary, route.description = self.tags, summary, endpoint.__doc__
-        route.query, route.openapi_extra = query, openapi_extra
+        route.query, route.response, route.openapi_extra = query, response, openapi_extra
         self.routes.append(route)
 
 

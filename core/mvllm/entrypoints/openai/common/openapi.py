@@ -1,14 +1,15 @@
-"""The OpenAPI document of `/openapi.json`. The schemas of bodies and of query parameters are made from the structs that
-decode them."""
+"""The OpenAPI document of `/openapi.json`. The schemas of requests' bodies and of query parameters are made
+from the structs that decode them, those of responses from the types that routes name (`response_types.py`)."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 import msgspec
 from starlette.routing import BaseRoute, Route
@@ -33,7 +34,7 @@ TAGS = {
 
 
 def request_body_schema(body_type: type[msgspec.Struct], example: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The `openapi_extra` of a route whose body is a struct of this type.
+    """The part of a route's `openapi_extra` about a body that is a struct of this type.
 
     Args:
         example: A body; by default `EXAMPLE` of the struct, if it has one.
@@ -45,10 +46,36 @@ def request_body_schema(body_type: type[msgspec.Struct], example: Mapping[str, A
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
+def response_schema(response: Any) -> dict[str, Any]:
+    """The part of a route's `openapi_extra` about its responses.
+
+    Args:
+        response: The type of the JSON that it sends, or a mapping from media types to types: for `text/event-stream`,
+            the type of an event's data, for text `str`. A type may be a union.
+    """
+    by_media_type = response if isinstance(response, Mapping) else {"application/json": response}
+    content = {}
+    for name, kind in by_media_type.items():
+        schemas, _ = msgspec.json.schema_components(_members(kind), ref_template=_REF)
+        content[name] = {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}}
+    return {"responses": {"200": {"description": "The response.", "content": content}}}
+
+
+def response_types(response: Any) -> list[Any]:
+    """The types that the description of a response needs; for None, none."""
+    kinds = response.values() if isinstance(response, Mapping) else [] if response is None else [response]
+    return [member for kind in kinds for member in _members(kind)]
+
+
+def _members(kind: Any) -> Sequence[Any]:
+    """The types of a union, which msgspec does not describe if they are several TypedDicts."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
 def openapi_document(
     routes: Iterable[BaseRoute],
     parts: Mapping[str, Iterable[BaseRoute]],
-    body_types: Iterable[type[msgspec.Struct]],
+    body_types: Iterable[Any],
     formats: Sequence[APIFormat] = (),
     more_tags: Mapping[str, str] = MappingProxyType({}),
     public_paths: Iterable[str] = (),
@@ -58,11 +85,13 @@ def openapi_document(
     Args:
         routes: Its routes.
         parts: The routes of applications that are mounted in it, by the prefix of their paths.
-        body_types: The types of the bodies of its routes.
+        body_types: Types of bodies, of requests and of responses, beside those that its routes name.
         formats: The formats of APIs other than OpenAI's.
         more_tags: Tags of plugins, with their descriptions.
         public_paths: Paths that need no key.
     """
+    routes, parts = list(routes), {prefix: list(part) for prefix, part in parts.items()}
+    types = {id(each): each for each in [*body_types, *_types_of([*routes, *itertools.chain(*parts.values())])]}
     paths, part_schemas = _describe(routes)
     for prefix, part in parts.items():
         part_paths, more_schemas = _describe(part)
@@ -81,7 +110,9 @@ def openapi_document(
             operation["responses"]["default"] = {"description": "An error.", "content": content}
             if path in public_paths:
                 operation["security"] = []
-    _, schemas = msgspec.json.schema_components(body_types, ref_template=_REF)
+    _, schemas = msgspec.json.schema_components(types.values(), ref_template=_REF)
+    for schema in schemas.values():
+        schema["description"] = inspect.cleandoc(schema.get("description", ""))
     errors = {each.error_name: dict(each.error_schema) for each in (OPENAI, *formats)}
     tags = {**TAGS, **more_tags}
     return {
@@ -114,14 +145,24 @@ def _describe(routes: Iterable[BaseRoute]) -> tuple[dict[str, dict[str, Any]], d
     return paths, schemas
 
 
+def _types_of(routes: Iterable[BaseRoute]) -> Iterator[Any]:
+    for route in routes:
+        if isinstance(route, APIRoute):
+            yield from response_types(route.response)
+
+
 def _operation(route: Route) -> dict[str, Any]:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in route.param_convertors
     ]
     operation: dict[str, Any] = {"responses": {"200": {"description": "The response."}}}
     if isinstance(route, APIRoute):
+        if route.response is not None:
+            operation = response_schema(route.response)
         named = {"tags": list(route.tags), "summary": route.summary}
-        operation |= {**{name: value for name, value in named.items() if value}, **route.openapi_extra}
+        responses = {**operation["responses"], **route.openapi_extra.get("responses", {})}
+        operation = {name: value for name, value in named.items() if value}
+        operation |= {**route.openapi_extra, "responses": responses}
         description = inspect.cleandoc(route.description or "")
         if description and description != route.summary:
             operation["description"] = description

@@ -13,7 +13,7 @@ from mvllm.entrypoints.openai.client_request import ModelRequest
 from mvllm.entrypoints.openai.common.api_router import APIRouter, Endpoint
 from mvllm.entrypoints.openai.common.handler import Handler
 from mvllm.entrypoints.openai.common.json_response import json_response
-from mvllm.entrypoints.openai.common.openapi import request_body_schema
+from mvllm.entrypoints.openai.common.openapi import request_body_schema, response_schema, response_types
 from mvllm.entrypoints.openai.common.relaxation_header import set_relaxations
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
@@ -55,6 +55,7 @@ class BodyRoutes:
         self.send_timeout = settings.send_timeout
         self.routes: list[Route] = []
         self._decoders: dict[type[ModelRequest], BodyDecoder[Any]] = {}
+        self._response_types: list[Any] = []
 
     def add(
         self,
@@ -64,15 +65,21 @@ class BodyRoutes:
         endpoint: Endpoint,
         summary: str,
         example: Mapping[str, Any] | None = None,
+        *,
+        response: Any = None,
     ) -> None:
         """Adds a POST route whose endpoint reads the body itself, with `decode`.
 
         Args:
             router: Core's router, or one of FastAPI.
             example: A body, for the API's description.
+            response: The type of its response, or types by media type, as for `response_schema`; for the description.
         """
         self._decoders[body_type] = BodyDecoder(body_type)
         extra = request_body_schema(body_type, example)
+        if response is not None:
+            extra |= response_schema(response)
+            self._response_types += response_types(response)
         router.add_api_route(path, endpoint, methods=["POST"], summary=summary, openapi_extra=extra)
         self.routes.append(cast(Route, router.routes[-1]))
 
@@ -86,23 +93,25 @@ class BodyRoutes:
         example: Mapping[str, Any] | None = None,
         *,
         with_adapters: bool = True,
+        response: Any = None,
     ) -> None:
         """Adds a POST route whose requests have a handler each.
 
         Args:
             example: A body, for the API's description.
             with_adapters: Whether a request may name a LoRA adapter as its model.
+            response: As for `add`.
         """
 
         async def endpoint(request: Request) -> Response:
             return await self.run_handler(request, body_type, make_handler, with_adapters=with_adapters)
 
-        self.add(router, path, body_type, endpoint, summary, example)
+        self.add(router, path, body_type, endpoint, summary, example, response=response)
 
     @property
-    def body_types(self) -> list[type[ModelRequest]]:
-        """The types of the bodies of all routes."""
-        return list(self._decoders)
+    def body_types(self) -> list[Any]:
+        """The types of the bodies of all routes' requests and responses."""
+        return [*self._decoders, *self._response_types]
 
     async def decode(self, request: Request, body_type: type[R]) -> R:
         """The body of a request to one of the routes.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Union
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +16,7 @@ from mvllm.entrypoints.openai.common.api_format import api_format
 from mvllm.entrypoints.openai.common.api_router import APIRouter
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.model_facts import model_facts
+from mvllm.entrypoints.openai.common.openapi import response_schema
 from mvllm.entrypoints.openai.completions import CompletionHandler
 from mvllm.entrypoints.openai.pooling.embeddings import embedding_handler, pooling_handler
 from mvllm.entrypoints.openai.pooling.scores import classification_handler, rerank_handler, score_handler
@@ -27,22 +29,46 @@ from mvllm.entrypoints.openai.protocol import (
     RerankRequest,
     ScoreRequest,
 )
+from mvllm.entrypoints.openai.response_types import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ClassificationResponse,
+    Completion,
+    CompletionChunk,
+    EmbeddingList,
+    HealthStatus,
+    LoadResponse,
+    ModelCard,
+    ModelList,
+    PoolingResponse,
+    RerankResponse,
+    ScoreResponse,
+    VersionResponse,
+)
 from mvllm.entrypoints.openai.server.http_metrics import CONTENT_TYPE, HTTPMetrics
 from mvllm.entrypoints.openai.server.server_handle import APIServerHandle
 from mvllm.entrypoints.openai.server.server_state import ServerPhase
 from mvllm.entrypoints.openai.tokenize_routes import TokenizeRoutes
+from mvllm.entrypoints.root_plugins import api_formats
 from mvllm.version import __version__
 
-_POOLING: tuple[tuple[str, Any, Any, str], ...] = (
-    ("/v1/embeddings", EmbeddingRequest, embedding_handler, "Embeddings of texts."),
-    ("/pooling", PoolingRequest, pooling_handler, "Embeddings of texts or of each token, or scores of texts."),
-    ("/classify", ClassificationRequest, classification_handler, "Classify texts."),
-    ("/v1/score", ScoreRequest, score_handler, "Score pairs of texts."),
-    ("/score", ScoreRequest, score_handler, "Score pairs of texts."),
-    ("/v1/rerank", RerankRequest, rerank_handler, "Sort documents by their relevance for a query."),
-    ("/rerank", RerankRequest, rerank_handler, "Sort documents by their relevance for a query."),
-    ("/v2/rerank", RerankRequest, rerank_handler, "Sort documents by their relevance for a query."),
+_POOLING: tuple[tuple[str, Any, Any, str, Any], ...] = (
+    ("/v1/embeddings", EmbeddingRequest, embedding_handler, "Embeddings of texts.", EmbeddingList),
+    ("/pooling", PoolingRequest, pooling_handler, "Embeddings of texts or of each token, or scores.", PoolingResponse),
+    ("/classify", ClassificationRequest, classification_handler, "Classify texts.", ClassificationResponse),
+    ("/v1/score", ScoreRequest, score_handler, "Score pairs of texts.", ScoreResponse),
+    ("/score", ScoreRequest, score_handler, "Score pairs of texts.", ScoreResponse),
+    ("/v1/rerank", RerankRequest, rerank_handler, "Sort documents by relevance for a query.", RerankResponse),
+    ("/rerank", RerankRequest, rerank_handler, "Sort documents by relevance for a query.", RerankResponse),
+    ("/v2/rerank", RerankRequest, rerank_handler, "Sort documents by relevance for a query.", RerankResponse),
 )
+
+_UNHEALTHY = {"responses": {"503": {**response_schema(HealthStatus)["responses"]["200"], "description": "It is not."}}}
+
+
+def _streamed(whole: Any, event: Any) -> dict[str, Any]:
+    """The types of a response that may be a stream."""
+    return {"application/json": whole, "text/event-stream": event}
 
 
 class Routes:
@@ -70,27 +96,35 @@ class Routes:
         health, generation, embeddings, model_names, tokens, monitoring, admin = self.routers
 
         summary = "Whether the model is loaded and the server works."
-        health.add_api_route("/health", self.health, methods=["GET"], summary=summary)
-        health.add_api_route("/health/live", self.liveness, methods=["GET"], summary="Whether the server works.")
+        probe = functools.partial(health.add_api_route, response=HealthStatus, openapi_extra=_UNHEALTHY)
+        probe("/health", self.health, summary=summary)
+        probe("/health/live", self.liveness, summary="Whether the server works.")
         for method in ("GET", "POST"):
-            health.add_api_route("/ping", self.liveness, methods=[method], summary="Whether the server works.")
-        health.add_api_route("/health/ready", self.readiness, methods=["GET"], summary="Whether it accepts requests.")
+            probe("/ping", self.liveness, methods=[method], summary="Whether the server works.")
+        probe("/health/ready", self.readiness, summary="Whether it accepts requests.")
 
         summary = "Generate the next message of a conversation."
-        body_routes.add(generation, "/v1/chat/completions", ChatCompletionRequest, self.chat_completion, summary)
-        body_routes.add_handler(
-            generation, "/v1/completions", CompletionRequest, CompletionHandler, "Continue prompts."
+        chat = (ChatCompletionRequest, self.chat_completion, summary)
+        body_routes.add(
+            generation, "/v1/chat/completions", *chat, response=_streamed(ChatCompletion, ChatCompletionChunk)
         )
+        completion = (CompletionRequest, CompletionHandler, "Continue prompts.")
+        response = _streamed(Completion, CompletionChunk)
+        body_routes.add_handler(generation, "/v1/completions", *completion, response=response)
         AudioRoutes(server).add_to(generation)
-        for route in _POOLING:
-            body_routes.add_handler(embeddings, *route, with_adapters=False)
+        for *route, pooled in _POOLING:
+            body_routes.add_handler(embeddings, *route, with_adapters=False, response=pooled)
 
-        model_names.add_api_route("/v1/models", self.list_models, methods=["GET"], summary="The models.")
-        model_names.add_api_route("/v1/models/{model_id:path}", self.get_model, methods=["GET"], summary="One model.")
+        formats = api_formats(server.server_settings.disabled_http_plugins)
+        lists: Any = Union[(ModelList, *(each.model_list_type for each in formats if each.model_list_type))]
+        cards: Any = Union[(ModelCard, *(each.model_type for each in formats if each.model_type))]
+        model_names.add_api_route("/v1/models", self.list_models, summary="The models.", response=lists)
+        model_names.add_api_route("/v1/models/{model_id:path}", self.get_model, summary="One model.", response=cards)
         TokenizeRoutes(server).add_to(tokens)
-        monitoring.add_api_route("/version", self.version, methods=["GET"], summary="The server's version.")
-        monitoring.add_api_route("/load", self.load, methods=["GET"], summary="Requests and cache usage, now.")
-        monitoring.add_api_route("/metrics", self.get_metrics, methods=["GET"], summary="Metrics for Prometheus.")
+        monitoring.add_api_route("/version", self.version, summary="The server's version.", response=VersionResponse)
+        monitoring.add_api_route("/load", self.load, summary="Requests and cache usage, now.", response=LoadResponse)
+        text = {"text/plain": str}
+        monitoring.add_api_route("/metrics", self.get_metrics, summary="Metrics for Prometheus.", response=text)
         AdminRoutes(server).add_to(admin)
 
     async def chat_completion(self, request: Request) -> Response:
@@ -124,23 +158,21 @@ class Routes:
         [card] = [card for card in await self._model_cards() if card["id"] == model_id]
         return api_format(request.scope).model(card)
 
-    async def version(self, request: Request) -> dict[str, str]:
+    async def version(self, request: Request) -> VersionResponse:
         """The version of mvllm."""
         return {"version": __version__}
 
-    async def load(self, request: Request) -> dict[str, Any]:
+    async def load(self, request: Request) -> LoadResponse:
         """Requests, cache usage and throughput, now."""
         state, engine = self._state, self._state.loaded_engine
-        fields: dict[str, Any] = {"server_load": state.total_num_in_flight, "phase": state.phase.value}
+        fields: LoadResponse = {"server_load": state.total_num_in_flight, "phase": state.phase.value}
         if engine is not None and state.phase is not ServerPhase.DEAD:
             load = engine.load
-            fields |= {
-                "num_requests_running": load.num_running,
-                "num_requests_waiting": load.num_waiting,
-                "kv_cache_usage": load.kv_cache_usage,
-                "prompt_tokens_per_second": load.prompt_tokens_per_second,
-                "generation_tokens_per_second": load.generation_tokens_per_second,
-            }
+            fields["num_requests_running"] = load.num_running
+            fields["num_requests_waiting"] = load.num_waiting
+            fields["kv_cache_usage"] = load.kv_cache_usage
+            fields["prompt_tokens_per_second"] = load.prompt_tokens_per_second
+            fields["generation_tokens_per_second"] = load.generation_tokens_per_second
         return fields
 
     async def get_metrics(self, request: Request) -> Response:

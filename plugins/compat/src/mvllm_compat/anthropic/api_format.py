@@ -10,6 +10,7 @@ from starlette.types import Scope
 
 from mvllm.extension_api import APIError
 from mvllm.extension_api.http import APIFormat, encode_json
+from mvllm_compat.anthropic.response_types import AnthropicModel, AnthropicModelList
 
 _TYPES = {
     401: "authentication_error",
@@ -43,6 +44,9 @@ class AnthropicFormat(APIFormat):
         },
     }
     request_id_header = b"request-id"
+
+    model_type: ClassVar[Any] = AnthropicModel
+    model_list_type: ClassVar[Any] = AnthropicModelList
 
     def matches(self, scope: Scope) -> bool:
         """See APIFormat."""

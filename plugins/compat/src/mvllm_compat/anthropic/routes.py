@@ -9,6 +9,7 @@ from mvllm.extension_api.http import APIRouter, BodyRoutes, cancel_on_disconnect
 from mvllm_compat.anthropic.input_messages import CHAT_TO_MESSAGES_FIELDS, to_chat_request
 from mvllm_compat.anthropic.messages import MessagesHandler
 from mvllm_compat.anthropic.protocol import CountTokensRequest, MessagesRequest
+from mvllm_compat.anthropic.response_types import Message, MessageStreamEvent, MessageTokensCount
 
 _CONVERSATION = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
@@ -28,9 +29,12 @@ class AnthropicRoutes:
         add, path = self._body_routes.add, "/v1/messages"
         summary = "Generate the next message of a conversation (Anthropic's API)."
         example = {**_CONVERSATION, "max_tokens": 32, "temperature": 0}
-        self._body_routes.add_handler(router, path, MessagesRequest, MessagesHandler, summary, example)
+        response = {"application/json": Message, "text/event-stream": MessageStreamEvent}
+        route = (path, MessagesRequest, MessagesHandler, summary, example)
+        self._body_routes.add_handler(router, *route, response=response)
         summary = "Count the tokens of a conversation (Anthropic's API)."
-        add(router, f"{path}/count_tokens", CountTokensRequest, self.count_tokens, summary, _CONVERSATION)
+        counted = (f"{path}/count_tokens", CountTokensRequest, self.count_tokens, summary, _CONVERSATION)
+        add(router, *counted, response=MessageTokensCount)
 
     async def count_tokens(self, request: Request) -> Response:
         """The number of tokens of a conversation's prompt."""

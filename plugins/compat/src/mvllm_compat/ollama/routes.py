@@ -29,6 +29,16 @@ from mvllm_compat.ollama.protocol import (
     OllamaRequest,
     OllamaShowRequest,
 )
+from mvllm_compat.ollama.response_types import (
+    OllamaChatResponse,
+    OllamaEmbeddingsResponse,
+    OllamaEmbedResponse,
+    OllamaGenerateResponse,
+    OllamaModelList,
+    OllamaRunningModelList,
+    OllamaShowResponse,
+    OllamaVersion,
+)
 
 R = TypeVar("R", bound=OllamaRequest)
 
@@ -38,6 +48,7 @@ OLLAMA_VERSION = "0.40.0"
 _TEXT = "The capital of France is Paris."
 _QUESTION = "What is the capital of France?"
 _OPTIONS = {"stream": False, "options": {"temperature": 0}}
+_STREAMED = ("application/json", "application/x-ndjson")
 _CHAT = {"messages": [{"role": "user", "content": _QUESTION}], **_OPTIONS}
 _GENERATE = {"prompt": _QUESTION, **_OPTIONS}
 
@@ -58,9 +69,14 @@ class OllamaRoutes:
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes to a router."""
         add = self._body_routes.add
-        add(router, "/api/chat", OllamaChatRequest, self.chat, "Generate the next message of a conversation.", _CHAT)
-        add(router, "/api/generate", OllamaGenerateRequest, self.generate, "Answer or continue a prompt.", _GENERATE)
-        add(router, "/api/embed", OllamaEmbedRequest, self.embed, "Embeddings of texts.", {"input": [_TEXT]})
+        streamed = dict.fromkeys(_STREAMED, OllamaChatResponse)
+        summary = "Generate the next message of a conversation."
+        add(router, "/api/chat", OllamaChatRequest, self.chat, summary, _CHAT, response=streamed)
+        lines = dict.fromkeys(_STREAMED, OllamaGenerateResponse)
+        summary = "Answer or continue a prompt."
+        add(router, "/api/generate", OllamaGenerateRequest, self.generate, summary, _GENERATE, response=lines)
+        summary, example = "Embeddings of texts.", {"input": [_TEXT]}
+        add(router, "/api/embed", OllamaEmbedRequest, self.embed, summary, example, response=OllamaEmbedResponse)
         add(
             router,
             "/api/embeddings",
@@ -68,11 +84,13 @@ class OllamaRoutes:
             self.embeddings,
             "The embedding of a text.",
             {"prompt": _TEXT},
+            response=OllamaEmbeddingsResponse,
         )
-        add(router, "/api/show", OllamaShowRequest, self.show, "Details of a model.", {})
-        router.add_api_route("/api/tags", self.tags, methods=["GET"], summary="The models.")
-        router.add_api_route("/api/ps", self.running_models, methods=["GET"], summary="The models that are loaded.")
-        router.add_api_route("/api/version", self.version, methods=["GET"], summary="The version of the API.")
+        add(router, "/api/show", OllamaShowRequest, self.show, "Details of a model.", {}, response=OllamaShowResponse)
+        get = router.add_api_route
+        get("/api/tags", self.tags, summary="The models.", response=OllamaModelList)
+        get("/api/ps", self.running_models, summary="The models that are loaded.", response=OllamaRunningModelList)
+        get("/api/version", self.version, summary="The version of the API.", response=OllamaVersion)
 
     async def chat(self, request: Request) -> Response:
         """The next message of a conversation."""
