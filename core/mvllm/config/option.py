@@ -83,7 +83,7 @@ class Option:
                 text += f" {'>' if self.above else '>='} {self.minimum}"
             if self.maximum is not None:
                 text += f"{' and' if self.minimum is not None else ''} <= {self.maximum}"
-        others = [*map(repr, self.words), *(["None"] if self.nullable else [])]
+        others = [*map(repr, self.words)]
         return " or ".join([", ".join([text, *others[:-1]]), *others[-1:]])
 
     def _of_kind(self, value: Any) -> Any:

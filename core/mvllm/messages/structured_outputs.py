@@ -137,7 +137,7 @@ def as_structured_outputs(name: str, value: object) -> StructuredOutputsParams |
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, dict):
-        _reject(f"must be StructuredOutputsParams, a dict of its fields, or None; got a {type(value).__name__}")
+        _reject(f"must be StructuredOutputsParams or a dict of its fields; got a {type(value).__name__}")
     known = StructuredOutputsParams.__struct_fields__
     for key in value:
         if key not in known:
