@@ -11,8 +11,9 @@ import operator
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from mvllm.errors import ConfigError
@@ -35,6 +36,7 @@ class Option:
         help: One sentence for `--help`.
         group: One of GROUPS.
         choices: The permitted texts; empty for any text.
+        hints: What to do instead, by texts that are often given and not permitted.
         words: Texts that may be given instead of a value of the kind: those of a Literal in the annotation.
         minimum, maximum: Permitted range, inclusive, except `minimum` if `above` is set.
         above: Whether `minimum` itself is excluded.
@@ -53,6 +55,7 @@ class Option:
     above: bool = False
     aliases: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
+    hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def checked(self, value: Any) -> Any:
         """`value`, converted to the setting's type and checked.
@@ -68,7 +71,8 @@ class Option:
             return value
         value = self._of_kind(value)
         if self.choices and value not in self.choices:
-            raise ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.")
+            hint = self.hints.get(str(value).lower())
+            raise ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.{f' {hint}' if hint else ''}")
         if isinstance(value, int | float) and not isinstance(value, bool) and not self._in_range(value):
             raise ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.")
         return value
@@ -119,6 +123,7 @@ def option(
     maximum: float | None = None,
     above: bool = False,
     aliases: tuple[str, ...] = (),
+    hints: Mapping[str, str] = MappingProxyType({}),
     secret: bool = False,
 ) -> Any:
     """A dataclass field for a setting; the arguments are those of `Option`. A `secret` is not in the repr.
@@ -134,6 +139,7 @@ def option(
         "maximum": maximum,
         "above": above,
         "aliases": aliases,
+        "hints": hints,
     }
     return dataclasses.field(default=default, repr=not secret, metadata=facts)
 

@@ -48,13 +48,14 @@ def add_option(group: Any, setting: Option, default: Any = argparse.SUPPRESS) ->
     elif setting.kind is dict:
         group.add_argument(*flags, type=json_object_or_pairs, metavar="JSON", **common)
     else:
-        group.add_argument(
+        action = group.add_argument(
             *flags,
             type=_value_type(setting),
             choices=setting.choices or None,
             metavar=None if setting.choices else {int: "N", float: "X", str: "TEXT"}.get(setting.kind),
             **common,
         )
+        action.hints = setting.hints
 
 
 def add_foreign_options(

@@ -78,5 +78,5 @@ def check_quantization(config: ModelConfig, load_format: str = "auto") -> None:
     if load_format == "dummy" and method is not None and not method.quantizes_on_load:
         raise ConfigError(
             f"load_format='dummy' makes random floats, but this model's weights are stored as {config.quantization!r}. "
-            "Pass hf_overrides={'quantization_config': {}}, and quantization='int8' or 'int4' to quantize them."
+            "Pass hf_overrides={'quantization_config': {}}, and quantization='int8' or quantization='int4' to quantize them."
         )

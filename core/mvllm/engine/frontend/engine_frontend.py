@@ -19,7 +19,7 @@ from mvllm.engine.metrics.startup_timer import StartupTimer
 from mvllm.engine.metrics.stat_loggers import StatLoggerManager
 from mvllm.engine.metrics.stats import EngineMetrics
 from mvllm.engine.process.core_client_properties import CoreClientProperties
-from mvllm.engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer, load_tokenizer, require_tokenizer_files
 from mvllm.errors import ConfigError
 from mvllm.executor.process.process_utils import gc_paused
 from mvllm.logging import get_logger
@@ -150,12 +150,13 @@ class EngineFrontend(AddedMethods, Generic[Client]):
 
 
 def check_config(config: EngineConfig) -> None:
-    """Checks what needs no platform: architecture, quantization, op providers and logits processors.
+    """Checks what needs no platform: architecture, quantization, tokenizer, op providers and logits processors.
 
     Raises:
         ConfigError, ModelError: One of them is not supported or not installed.
     """
     check_architecture(config.model)
     check_quantization(config.model, config.load.load_format)
+    require_tokenizer_files(config.model)
     check_providers(config.op_providers)
     processor_classes(config.logits_processors)

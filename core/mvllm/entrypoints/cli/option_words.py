@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import json
 import re
 from collections.abc import Mapping, Sequence
 
@@ -46,7 +48,17 @@ def in_options(message: str, names: Mapping[str, str]) -> str:
             message = re.sub(rf"(?<![\w./'\"\-]){re.escape(name)}(?![\w/'\"=(]|\.\w)", flag, message)
         else:
             message = re.sub(rf"^{re.escape(name)}(?= (?:is|must|has|names)\b)", flag, message, flags=re.MULTILINE)
-    return re.sub(r"(?<![\w-])(--[\w-]+)=(\S+)", _as_typed, message)
+    message = re.sub(r"(?<![\w-])(--[\w-]+)=(\{(?:[^{}]|\{[^{}]*\})*\})", _as_json, message)
+    return re.sub(r"(?<![\w-])(--[\w-]+)=([^\s{]\S*)", _as_typed, message)
+
+
+def _as_json(match: re.Match[str]) -> str:
+    """`--option={'key': True}` of Python as it is typed: `--option '{"key": true}'`."""
+    flag, text = match.groups()
+    try:
+        return f"{flag} '{json.dumps(ast.literal_eval(text))}'"
+    except (ValueError, SyntaxError):
+        return f"{flag} {text}"
 
 
 def _as_typed(match: re.Match[str]) -> str:

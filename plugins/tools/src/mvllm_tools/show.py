@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
     add_positional_model(parser, "Model folder, GGUF file, name on the hub, or 'demo'.")
     parser.set_defaults(needs_model=True)
-    parser.add_argument("--trust-remote-code", action="store_true", help="Permit running Python code of the model.")
+    parser.add_argument("--trust-remote-code", action="store_true", help="Fetch the repository's Python files, too; none is run.")
 
 
 def run(args: argparse.Namespace) -> int:
