@@ -57,24 +57,28 @@ class Option:
     words: tuple[str, ...] = ()
     hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def checked(self, value: Any) -> Any:
+    def checked(self, value: Any, name: str | None = None) -> Any:
         """`value`, converted to the setting's type and checked.
+
+        Args:
+            name: The setting's name in messages; by default its own.
 
         Raises:
             ConfigError: It is not permitted; names the setting, the value and what is permitted.
         """
+        name = name or self.name
         if value is None:
             if self.nullable:
                 return None
-            raise ConfigError(f"{self.name} must be {self.permitted()}, found None.")
+            raise ConfigError(f"{name} must be {self.permitted()}, found None.")
         if isinstance(value, str) and value in self.words:
             return value
-        value = self._of_kind(value)
+        value = self._of_kind(value, name)
         if self.choices and value not in self.choices:
             hint = self.hints.get(str(value).lower())
-            raise ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.{f' {hint}' if hint else ''}")
+            raise ConfigError(f"{name} must be {self.permitted()}, found {value!r}.{f' {hint}' if hint else ''}")
         if isinstance(value, int | float) and not isinstance(value, bool) and not self._in_range(value):
-            raise ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.")
+            raise ConfigError(f"{name} must be {self.permitted()}, found {value!r}.")
         return value
 
     def permitted(self) -> str:
@@ -90,8 +94,8 @@ class Option:
         others = [*map(repr, self.words)]
         return " or ".join([", ".join([text, *others[:-1]]), *others[-1:]])
 
-    def _of_kind(self, value: Any) -> Any:
-        error = ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.")
+    def _of_kind(self, value: Any, name: str) -> Any:
+        error = ConfigError(f"{name} must be {self.permitted()}, found {value!r}.")
         if self.kind in (int, float) and isinstance(value, bool):
             raise error
         if self.kind is int:

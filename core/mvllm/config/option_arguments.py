@@ -107,7 +107,8 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as e:
-        raise ConfigError(f"{text!r} is not valid JSON: {e}. Give a JSON object, such as '{{\"key\": 1}}'.") from e
+        where = f" ({e.msg} at character {e.pos + 1})" if isinstance(e, json.JSONDecodeError) else ""
+        raise ConfigError(f"{text!r} is not valid JSON{where}. Give an object, such as '{{\"key\": 1}}'.") from e
     if not isinstance(value, dict):
         raise ConfigError(f"{text!r} is not a JSON object. Give one, such as '{{\"key\": 1}}'.")
     return value

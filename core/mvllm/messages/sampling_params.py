@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from mvllm.messages.named_parameters import NamedParameters
 from mvllm.errors import RequestError
 from mvllm.messages import sampling_param_checks as checks
 from mvllm.messages.field_checks import (
@@ -57,7 +58,7 @@ class RequestOutputKind(enum.IntEnum):
     FINAL_ONLY = 2
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=NamedParameters):
     """Sampling settings of one request. Names and defaults are those of vLLM.
 
     Attributes:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeGuard
 
 import msgspec
 
+from mvllm.messages.named_parameters import NamedParameters
 from mvllm.errors import RequestError
 
 MAX_GRAMMAR_BYTES = 256 << 10
@@ -43,7 +44,7 @@ FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _NAME = "structured_outputs"
 
 
-class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=NamedParameters):
     """A constraint on the text of an output: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object` and
     `structural_tag`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
@@ -98,6 +99,15 @@ class EngineFrontend(AddedMethods, Generic[Client]):
         self._output_validator.close()
         self.item_client.close()
         self._stat_loggers.close()
+
+    @property
+    @abstractmethod
+    def state(self) -> str:
+        """`ready`, `asleep`, `stopped by an error` or `closed`."""
+
+    def __repr__(self) -> str:
+        platform = self.platform_summary.partition(",")[0]
+        return f"{type(self).__name__}({self.config.model.model!r}, platform {platform}, {self.state})"
 
     @property
     def start_seconds(self) -> dict[str, float]:

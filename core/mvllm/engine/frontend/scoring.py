@@ -108,13 +108,16 @@ class ScoringRequests:
         found = []
         for a, b in self.pairs:
             one, other = answers[a], answers[b]
+            failed = next((each for each in (one, other) if each.error is not None), None)
             found.append(
                 ScoringRequestOutput(
                     other.request_id,
-                    ScoringOutput(similarity(one.outputs.data, other.outputs.data)),
+                    ScoringOutput(math.nan if failed else similarity(one.outputs.data, other.outputs.data)),
                     None,
                     one.prompt_token_ids + other.prompt_token_ids,
                     one.num_cached_tokens + other.num_cached_tokens,
+                    error=failed and failed.error,
+                    error_parameter=failed and failed.error_parameter,
                 )
             )
         return found

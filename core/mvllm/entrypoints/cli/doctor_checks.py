@@ -523,9 +523,7 @@ def _model(model: str) -> Checks:
     try:
         config = EngineArgs.from_kwargs(model=model).create_model_config()
     except MvllmError as e:
-        yield Check(
-            "model.folder", CheckStatus.BROKEN, str(e), "pass a folder written by save_pretrained(), or a GGUF file"
-        )
+        yield Check("model.folder", CheckStatus.BROKEN, str(e), "see the message")
         return
     found = f"{config.path}: {config.architecture}, {config.num_layers} layers, context {config.max_model_len:,}"
     yield Check("model.folder", CheckStatus.OK, found)
