@@ -84,6 +84,7 @@ __all__ = [
     "PoolingParams",
     "PoolingRequestOutput",
     "RequestError",
+    "RequestFailedError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -30,7 +30,7 @@ class EngineKeywords(TypedDict, total=False):
     hf_overrides: dict[str, Any] | None
     dtype: Any
     quantization: str | None
-    max_model_len: int | Literal['auto'] | None
+    max_model_len: int | Literal["auto"] | None
     seed: int | None
     max_logprobs: int
     logprobs_mode: str
@@ -113,14 +113,11 @@ def with_every_setting(init: _Init) -> _Init:
 
 def _keyword_parameters() -> list[inspect.Parameter]:
     """One per setting, from the fields alone: listing the settings would ask for installed packages."""
-    hints = EngineKeywords.__annotations__
+    fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
     return [
         inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[field.name].__forward_arg__,
+            name, inspect.Parameter.KEYWORD_ONLY, default=fields[name].default, annotation=hint.__forward_arg__
         )
-        for field in dataclasses.fields(EngineArgs)
-        if field.name in hints and "group" in field.metadata
+        for name, hint in EngineKeywords.__annotations__.items()
+        if name in fields  # not the second names
     ]

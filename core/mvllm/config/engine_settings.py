@@ -23,9 +23,13 @@ SERVER_MAX_QUEUED_REQUESTS = 1024
 SERVER_LONG_PREFILL_SLOWDOWN = 1.5
 """Default of long_prefill_slowdown in a server, whose clients wait for every token."""
 
-_NARROW = "Weights of fewer bits are a quantization: quantization='int8' or quantization='int4' makes them while loading."
+_NARROW = (
+    "Weights of fewer bits are a quantization: quantization='int8' or quantization='int4' makes them while loading."
+)
 _DTYPE_HINTS = {
-    **{"fp16": "Did you mean float16?", "bf16": "Did you mean bfloat16?", "fp32": "Did you mean float32?"},
+    "fp16": "Did you mean float16?",
+    "bf16": "Did you mean bfloat16?",
+    "fp32": "Did you mean float32?",
     **dict.fromkeys(("float8", "fp8", "float8_e4m3fn", "int8", "int4", "fp4"), _NARROW),
 }
 

@@ -127,10 +127,7 @@ class HubRepository:
             )
         on_the_hub, remedy = _reason(error, offline)
         return ModelError(
-            f"{name} was not found.\n"
-            f"  Folder: {folder!r} does not exist.\n"
-            f"  Hub: {on_the_hub}.\n"
-            f"{remedy}"
+            f"{name} was not found.\n  Folder: {folder!r} does not exist.\n  Hub: {on_the_hub}.\n{remedy}"
         )
 
 

@@ -28,7 +28,8 @@ def stored_quantization(hf_config: HFConfig) -> tuple[str, HFConfig] | None:
     if not isinstance(name, str) or not name:
         raise ModelError(
             f"{where} says that the checkpoint is quantized, but its 'quant_method' is {name or 'not named'!r}. Use "
-            "the unquantized checkpoint of the same model; quantization='int8' or quantization='int4' quantizes it while it loads."
+            "the unquantized checkpoint of the same model; quantization='int8' or quantization='int4' quantizes it "
+            "while it loads."
         )
     return method_name(name), HFConfig(values, where)
 

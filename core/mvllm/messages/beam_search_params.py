@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from mvllm.messages.named_parameters import NamedParameters
-
 from mvllm.messages.sampling_params import SamplingParams
 
 

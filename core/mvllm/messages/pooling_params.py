@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import msgspec
 
-from mvllm.messages.named_parameters import NamedParameters
 from mvllm.errors import RequestError
+from mvllm.messages.named_parameters import NamedParameters
 
 _E = TypeVar("_E", bound=enum.StrEnum)
 

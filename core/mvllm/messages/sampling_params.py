@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from mvllm.messages.named_parameters import NamedParameters
 from mvllm.errors import RequestError
 from mvllm.messages import sampling_param_checks as checks
 from mvllm.messages.field_checks import (
@@ -30,6 +29,7 @@ from mvllm.messages.field_checks import (
     number,
     reject,
 )
+from mvllm.messages.named_parameters import NamedParameters
 from mvllm.messages.structured_outputs import StructuredOutputsParams, as_structured_outputs
 from mvllm.messages.thinking import ThinkingTokens, as_thinking_tokens, check_thinking_tags
 

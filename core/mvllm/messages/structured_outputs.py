@@ -11,8 +11,8 @@ from typing import Any, NoReturn, TypeGuard
 
 import msgspec
 
-from mvllm.messages.named_parameters import NamedParameters
 from mvllm.errors import RequestError
+from mvllm.messages.named_parameters import NamedParameters
 
 MAX_GRAMMAR_BYTES = 256 << 10
 """A schema, pattern, grammar or list of choices, as UTF-8."""

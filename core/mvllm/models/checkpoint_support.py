@@ -5,8 +5,9 @@ from __future__ import annotations
 from mvllm.config import model_implementations
 from mvllm.config.architecture_support import check_architecture_name, unsupported_architecture
 from mvllm.config.model import ModelConfig
-from mvllm.errors import ConfigError, ModelError
+from mvllm.errors import ConfigError
 from mvllm.layers.quantization.registry import quantization_method
+
 
 def check_architecture(config: ModelConfig) -> None:
     """Checks that a model class or a ModelImplementation supports a checkpoint's architecture.
@@ -54,5 +55,6 @@ def check_quantization(config: ModelConfig, load_format: str = "auto") -> None:
     if load_format == "dummy" and method is not None and not method.quantizes_on_load:
         raise ConfigError(
             f"load_format='dummy' makes random floats, but this model's weights are stored as {config.quantization!r}. "
-            "Pass hf_overrides={'quantization_config': {}}, and quantization='int8' or quantization='int4' to quantize them."
+            "Pass hf_overrides={'quantization_config': {}}, and quantization='int8' or quantization='int4' to quantize "
+            "them."
         )

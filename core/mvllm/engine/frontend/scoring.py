@@ -12,6 +12,7 @@ token of the second one, summed up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -108,7 +108,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     names = {name.lstrip("-"): name for name in known}
     numbers = re.findall(r"\d+", word)
-    similar = difflib.get_close_matches(word.lstrip("-").lower(), [n for n in names if re.findall(r"\d+", n) == numbers])
+    comparable = [name for name in names if re.findall(r"\d+", name) == numbers]
+    similar = difflib.get_close_matches(word.lstrip("-").lower(), comparable, n=1)
     return f" Did you mean {names[similar[0]]}?" if similar else ""
 
 

@@ -1,8 +1,8 @@
-"""Error messages in the words of the command line: the engine says `max_model_len`, a user of `mvllm` `--max-model-len`.
+"""Error messages in the words of the command line: `--max-model-len` for the engine's `max_model_len`.
 
-    Pass max_model_len.                              Pass --max-model-len.
-    name another folder with tokenizer='FOLDER'      name another folder with --tokenizer FOLDER
-    temperature must be a number, found -1           --temperature must be a number, found -1
+Pass max_model_len.                              Pass --max-model-len.
+name another folder with tokenizer='FOLDER'      name another folder with --tokenizer FOLDER
+temperature must be a number, found -1           --temperature must be a number, found -1
 """
 
 from __future__ import annotations

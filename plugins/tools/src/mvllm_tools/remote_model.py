@@ -170,8 +170,8 @@ class RemoteModel:
                     body_text = b"".join(response.iter_raw())
             except httpx2.HTTPError as e:
                 raise MvllmError(
-                    f"{self._url} does not answer: {plain_reason(e)}. Start a server there with `mvllm serve MODEL`, or "
-                    "check --url."
+                    f"{self._url} does not answer: {plain_reason(e)}. Start a server there with `mvllm serve MODEL`, "
+                    "or check --url."
                 ) from e
             if response.status_code != 200:
                 raise RequestError(f"{self._url} answers with status {response.status_code}: {error_text(body_text)}")

@@ -19,7 +19,7 @@ def _list(instead: str, same: tuple[Any, ...] = ()) -> ForeignKeyword:
 _KINDS = "The model's files decide what it can do: one engine answers generation and pooling requests."
 _PLATFORM = "The platform plugin decides this."
 _ENCODERS = "Each tensor-parallel rank holds the whole encoder."
-_SPECULATIVE = "Give speculative_config, a JSON object: {\"method\": \"ngram\", \"num_speculative_tokens\": 4}."
+_SPECULATIVE = 'Give speculative_config, a JSON object: {"method": "ngram", "num_speculative_tokens": 4}.'
 _SERVER = "Give this to the server: `mvllm serve --help`."
 _REPLICAS = "Engine cores are processes of this machine; distributed_executor_backend='ray' uses workers on several."
 _MACHINE = "Workers are processes of this machine; distributed_executor_backend='ray' uses several."
