@@ -106,8 +106,8 @@ def _unsupported(method: object, methods: Sequence[str]) -> str:
     )
 
 
-def _nearest(word: str, known: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+def _nearest(word: object, known: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(str(word), known, n=1, cutoff=0.75)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 

@@ -147,7 +147,7 @@ class TestGenerate:
     def test_an_invalid_value_is_an_error_before_the_model_is_loaded(self, folder, clients, capsys):
         assert main(["generate", "--model", folder, "--prompt", "x", "--top-p", "2"]) == 1
         error = capsys.readouterr().err
-        assert "top_p" in error
+        assert "--top-p" in error
         assert "Traceback" not in error
         assert clients == []
 

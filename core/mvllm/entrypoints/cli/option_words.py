@@ -1,8 +1,10 @@
 """Error messages in the words of the command line: `--max-model-len` for the engine's `max_model_len`.
 
-Pass max_model_len.                              Pass --max-model-len.
-name another folder with tokenizer='FOLDER'      name another folder with --tokenizer FOLDER
-temperature must be a number, found -1           --temperature must be a number, found -1
+    Pass max_model_len.                          Pass --max-model-len.
+    name another folder with tokenizer='FOLDER'  name another folder with --tokenizer FOLDER
+    temperature must be a number, found -1       --temperature must be a number, found -1
+
+The engine raises errors in the words of Python, which is where most settings are read.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 _VALUE = re.compile(r"""'(?P<quoted>[^'\s]*)'|(?P<plain>(?:True|False|None)\b|-?\d[\w.]*(?<!\.))""")
+
+_SETTING = "\0"
+"""Marks the options that stand for `name=`, which are no texts of the user."""
 
 
 def option_names(parser: argparse.ArgumentParser, arguments: Sequence[str] = ()) -> dict[str, str]:
@@ -43,13 +48,13 @@ def in_options(message: str, names: Mapping[str, str]) -> str:
     for name, flag in sorted(names.items(), key=lambda item: -len(item[0])):
         if name not in message:
             continue
-        message = re.sub(rf"(?<![\w./'\"=-]){re.escape(name)}=", lambda _, flag=flag: f"{flag}=", message)
+        message = re.sub(rf"(?<![\w./'\"=-]){re.escape(name)}=", f"{_SETTING}{flag}=", message)
         if "_" in name:
             message = re.sub(rf"(?<![\w./'\"\-]){re.escape(name)}(?![\w/'\"=(]|\.\w)", flag, message)
         else:
             message = re.sub(rf"^{re.escape(name)}(?= (?:is|must|has|names)\b)", flag, message, flags=re.MULTILINE)
-    message = re.sub(r"(?<![\w-])(--[\w-]+)=(\{(?:[^{}]|\{[^{}]*\})*\})", _as_json, message)
-    return re.sub(r"(?<![\w-])(--[\w-]+)=([^\s{]\S*)", _as_typed, message)
+    message = re.sub(rf"{_SETTING}(--[\w-]+)=(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})", _as_json, message)
+    return re.sub(rf"{_SETTING}(--[\w-]+)=(\S+)", _as_typed, message).replace(_SETTING, "")
 
 
 def _as_json(match: re.Match[str]) -> str:
