@@ -41,8 +41,11 @@ def check_architecture_name(architecture: str, model_impl: str, hf_config: HFCon
     if model_implementations.runs_natively(architecture, model_impl):
         return
     name = model_implementations.implementation_name(model_impl)
-    if name is None:
-        reason: str | None = "It has no class here, and model_impl is 'native'."
+    reason: str | None
+    if hf_config.get("is_encoder_decoder"):
+        reason = "It is an encoder with a decoder that attends to it; of such models only Whisper is supported."
+    elif name is None:
+        reason = "It has no class here, and model_impl is 'native'."
     else:
         reason = model_implementations.unsupported_reason(architecture, name)
     if reason is not None:
@@ -54,8 +57,6 @@ def unsupported_architecture(architecture: str, model_impl: str, hf_config: HFCo
     verdict = "is not supported"
     if model_implementations.names_implementation(model_impl):
         verdict += f" with model_impl={model_impl!r}"
-    if hf_config.get("is_encoder_decoder"):
-        reason = "It is an encoder with a decoder that attends to it; of such models only Whisper is supported."
     text = f"{hf_config.source}: the architecture {architecture!r} {verdict}. {reason[0].upper() + reason[1:]}"
     if "auto_map" in hf_config:
         text += " The folder's own model code (auto_map) is never run, with or without trust_remote_code."
