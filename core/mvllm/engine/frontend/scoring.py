@@ -117,8 +117,8 @@ class ScoringRequests:
                     None,
                     one.prompt_token_ids + other.prompt_token_ids,
                     one.num_cached_tokens + other.num_cached_tokens,
-                    error=failed and failed.error,
-                    error_parameter=failed and failed.error_parameter,
+                    error=None if failed is None else failed.error,
+                    error_parameter=None if failed is None else failed.error_parameter,
                 )
             )
         return found
