@@ -33,8 +33,8 @@ MISTAKES = [
     Mistake(
         "show {models}/t5",
         "{models}/t5/config.json: the architecture 'T5ForConditionalGeneration' is not supported. It is an encoder "
-        "with a decoder that attends to it; of such models only Whisper is supported. The page docs/reference/models.md "
-        "lists all that are.",
+        "with a decoder that attends to it; of such models only Whisper is supported. The page "
+        "docs/reference/models.md lists all that are.",
     ),
     Mistake(
         "pull demos",
