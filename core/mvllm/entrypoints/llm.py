@@ -95,10 +95,10 @@ class LLM(AddedMethods):
     def from_engine_args(cls, args: EngineArgs) -> LLM:
         """Creates an LLM from complete engine arguments."""
         configure_logging()
-        return cls.from_engine_config(requested_config(args))
+        return cls._from_config(requested_config(args))
 
     @classmethod
-    def from_engine_config(cls, config: EngineConfig) -> LLM:
+    def _from_config(cls, config: EngineConfig) -> LLM:
         """Creates an LLM with a configuration, as `requested_config` makes it."""
         llm = cls.__new__(cls)
         llm._start(config)

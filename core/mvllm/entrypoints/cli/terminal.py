@@ -41,7 +41,7 @@ def open_llm(
     configure_logging()
     config = requested_config(settings)
     check_model(config.model)
-    with LLM.from_engine_config(config) as llm:
+    with LLM._from_config(config) as llm:
         params = sampling_params(args, llm.get_default_sampling_params())
         yield llm, with_thinking_tags(params, llm.llm_engine.config.model)
 
