@@ -92,6 +92,8 @@ MISTAKES = [
     ),
     # --- commands and options
     Mistake("genrate demo", "unknown command 'genrate'. Did you mean generate?", 2),
+    Mistake("fly", "unknown command 'fly'.", 2),
+    Mistake("generate demo --json", "unrecognized arguments: --json", 2),
     Mistake("generate demo --max-tokns 5", "unrecognized arguments: --max-tokns 5. Did you mean --max-tokens?", 2),
     Mistake("generate demo --temprature=1", "unrecognized arguments: --temprature=1. Did you mean --temperature?", 2),
     Mistake("generate", "no model is given; add one, as in `mvllm generate MODEL` or with --model", 2),

@@ -21,6 +21,7 @@ from mvllm.errors import (
     EngineSleepingError,
     QueueFullError,
     RequestError,
+    RequestFailedError,
     UnavailableError,
 )
 from mvllm.messages.commands import Sleep
@@ -493,8 +494,11 @@ def test_a_sleeping_core_rejects_requests_of_other_front_ends(llm: AsyncLLM, run
         stream = await llm.add_request(PROMPTS[0], LONG)
         assert await llm._client.call(Sleep(1)) is None
         assert (await last(stream)).outputs[0].error == "The engine was put to sleep."
-        refused = await last(llm.generate(PROMPTS[0], LONG))
+        refused = await last(llm.generate(PROMPTS[0], LONG, raise_on_error=False))
         assert "wake_up" in str(refused.outputs[0].error)
+        with pytest.raises(RequestFailedError, match="wake_up") as caught:
+            await last(llm.generate(PROMPTS[0], LONG))
+        assert caught.value.outputs[0].outputs[0].finish_reason == "error"
         await llm.wake_up()
         assert len((await joined(llm.generate(PROMPTS[0], LONG)))[0]) == 150
 

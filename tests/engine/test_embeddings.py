@@ -231,7 +231,9 @@ def test_nan_embeddings_fail_the_prompt_and_not_the_engine(make_llm: MakeLLM, mo
             llm.encode([[5, 6]], use_tqdm=False)
         [output] = llm.embed([[5, 6]], use_tqdm=False, raise_on_error=False)
         assert "not finite" in (output.error or "") and output.outputs.embedding == []
-        [score] = llm.score([[5, 6]], [[7]], use_tqdm=False, raise_on_error=False)
+        [score] = llm.score(
+            {"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [7]}, use_tqdm=False, raise_on_error=False
+        )
         assert "not finite" in (score.error or "") and np.isnan(score.outputs.score)
         with pytest.raises(RequestFailedError, match=r"Prompt 0 of 2: .*not finite.* 1 more failed") as caught:
             llm.embed([[5, 6], [7]], use_tqdm=False)

@@ -198,7 +198,7 @@ class ProcessorPool:
         """
         logger.warning("%s Requests with items try again after %g s.", result.error, RETRY_SECONDS)
         error = (result.error or "").replace(self._path, "the model's folder")  # clients need not know where it is
-        shown = ItemResult(error=f"{error} The server tries again in {RETRY_SECONDS:g} s.", parameter=result.parameter)
+        shown = ItemResult(error=f"{error} It is tried again after {RETRY_SECONDS:g} s.", parameter=result.parameter)
         with self._changed:
             self._load_failure = shown, time.monotonic() + RETRY_SECONDS
         return shown

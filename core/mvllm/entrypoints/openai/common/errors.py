@@ -74,7 +74,7 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     return msgspec.json.encode({"error": {"message": clean, "type": kind, "param": param, "code": code}})
 
 
-_JSON_WORDS = {"True": "true", "False": "false", "None": "null", "a dict": "an object", "a text": "a string"}
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null", "a dict": "an object"}
 _PYTHON_WORDS = re.compile(rf"(?<![\w'\"])(?:{'|'.join(_JSON_WORDS)})(?![\w'\"])")
 
 
