@@ -41,7 +41,7 @@ KINDS = {
         *("EmbeddingRequestOutput", "ClassificationRequestOutput", "ScoringRequestOutput"),
     ),
     "Weights": ("SharedMemoryWeights", "WeightTransferGroup", "WeightTransferInfo"),
-    "Errors": ("MvllmError", "RequestError", "ConfigError", "ModelError", "PlatformError"),
+    "Errors": ("MvllmError", "RequestError", "RequestFailedError", "ConfigError", "ModelError", "PlatformError"),
 }
 
 IMAGES = "mvllm.images"

@@ -15,7 +15,7 @@ from mvllm.entrypoints.cli.argument_parser import CommandLineParser, check_model
 from mvllm.entrypoints.cli.config_file import expand_config
 from mvllm.entrypoints.cli.help import add_help_about, expand_help, list_groups
 from mvllm.entrypoints.cli.option_spellings import as_declared
-from mvllm.entrypoints.cli.option_words import in_options, option_names
+from mvllm.entrypoints.cli.option_words import engine_options, in_options, option_names
 from mvllm.entrypoints.shutdown_signals import exit_on_signals, exit_program, exits_on_signals
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.logging import configure_logging, get_logger
@@ -106,7 +106,7 @@ def _run(name: str | None, arguments: list[str], *, is_program: bool) -> int:
         sys.stdout.flush()
         return status
     except MvllmError as e:
-        return _fail(in_options(str(e), options))
+        return _fail(in_options(str(e), {**engine_options(), **options}))
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED

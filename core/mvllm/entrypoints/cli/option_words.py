@@ -37,6 +37,14 @@ def option_names(parser: argparse.ArgumentParser, arguments: Sequence[str] = ())
     return names
 
 
+def engine_options() -> dict[str, str]:
+    """The options of the engine's settings, for commands that do not have them: `mvllm doctor` names them, too."""
+    from mvllm.config.engine_args import EngineArgs
+    from mvllm.config.option_arguments import option_flags
+
+    return {setting.name: option_flags(setting)[0] for setting in EngineArgs.options()}
+
+
 def in_options(message: str, names: Mapping[str, str]) -> str:
     """A message with options in place of the names of settings.
 
