@@ -250,7 +250,7 @@ def test_a_failed_prompt_raises_at_the_end_with_the_outputs_of_the_others(llm: L
         llm.generate(["x", "y", "z"], [good, bad, good], use_tqdm=False)
     assert str(caught.value) == (
         "Prompt 1 of 3: structured_outputs: the regular expression cannot be used: unclosed character class, at "
-        "character 1 of '[a-'. The error's `outputs` has the outputs of all."
+        "character 1 of the regex '[a-'. The error's `outputs` has the outputs of all."
     )
     assert caught.value.parameter == "structured_outputs"
     assert [len(output.outputs[0].token_ids) for output in caught.value.outputs] == [3, 0, 3]

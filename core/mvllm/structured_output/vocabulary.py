@@ -50,7 +50,7 @@ def one_line(error: object) -> str:
         reason = str(error).rpartition("\nerror: ")[2].partition("\n")[0]
         place = _REGEX_PLACE.search(str(error))
         if place is None:
-            return reason
-        return f"{reason}, at character {len(place['spaces']) + 1} of {place['pattern'][:_MAX_PATTERN]!r}"
+            return f"{reason} (in a regex)"
+        return f"{reason}, at character {len(place['spaces']) + 1} of the regex {place['pattern'][:_MAX_PATTERN]!r}"
     text = " ".join(str(error).replace("<non-verbose/>", "").split())
     return text[:400] + "..." if len(text) > 400 else text

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 CHAT, COMPLETE, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
-INVALID_REGEX = "the regular expression cannot be used: unclosed character class, at character 1 of '[a-'."
+INVALID_REGEX = "the regular expression cannot be used: unclosed character class, at character 1 of the regex '[a-'."
 
 
 def part(kind: str, **content: Any) -> dict[str, Any]:

@@ -158,14 +158,14 @@ def test_a_request_without_a_prompt_loads_the_model_which_is_loaded(folder: str)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (CHAT, {"messages": 5}, "messages: Expected"),
+    (CHAT, {"messages": 5}, "messages must be an array"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": DEEP}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["AA=="]}]}, "only text"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [5]}]}, "tool_calls[0]"),
     (CHAT, {"messages": [{"role": "user", "content": "x"}] * 300, "truncate": False}, "max_model_len"),
     (GENERATE, {"prompt": "word " * 300, "truncate": False}, "max_model_len"),
-    (CHAT, {"options": {"temperature": "hot"}}, "options.temperature: Expected"),
+    (CHAT, {"options": {"temperature": "hot"}}, "options.temperature must be a number"),
     (CHAT, {"options": {"temperature": -1}}, "temperature"),
     (CHAT, {"options": {"seed": 2**70}}, "seed"),
     (CHAT, {"options": 5}, "options: Expected"),
