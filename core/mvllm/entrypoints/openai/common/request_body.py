@@ -372,6 +372,7 @@ def field_type_error(text: str, within: str = "") -> APIError:
     types = _WRONG_TYPE.fullmatch(reason)
     if types is not None and {*types[1].split(" | "), types[2]} <= _TYPE_WORDS.keys():
         expected = [_TYPE_WORDS[each] for each in types[1].split(" | ")]
+        found = "a decimal number" if types[2] == "float" else _TYPE_WORDS[types[2]]
         listed = " or ".join(filter(None, (", ".join(expected[:-1]), expected[-1])))
-        return APIError(400, f"{path} must be {listed}, found {_TYPE_WORDS[types[2]]}.", param=field)
+        return APIError(400, f"{path} must be {listed}, found {found}.", param=field)
     return APIError(400, f"{path}: {reason.replace('`', '')}.", param=field)
