@@ -507,6 +507,7 @@ def test_a_sleeping_core_rejects_requests_of_other_front_ends(llm: AsyncLLM, run
 
 def test_properties(llm: AsyncLLM, offline: LLM, run: Run) -> None:
     assert llm.is_running and not llm.errored and llm.dead_error is None
+    assert repr(llm) == f"AsyncLLM({llm.model_config.model!r}, platform cpu, ready)"
     assert llm.model_config.max_model_len == offline.llm_engine.model_config.max_model_len == 176
     assert llm.cache_summary == offline.llm_engine.cache_summary
     assert llm.platform_summary == offline.llm_engine.platform_summary
