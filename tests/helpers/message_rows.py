@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,10 +51,14 @@ def check_mistake(
         monkeypatch.setattr(target, _must_not_start)
     names = {"models": str(models), "demo": str(demo_model_path()), "cwd": str(Path.cwd())}
     words = [word.replace("{models}", names["models"]) for word in mistake.command.split(" ")]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         status: Any = main([word.replace("\N{NO-BREAK SPACE}", " ") for word in words])
     except SystemExit as e:
         status = e.code
+    finally:
+        for number, handler in handlers.items():  # a server's event loop sets others
+            signal.signal(number, handler)
     errors = capsys.readouterr().err
     said = errors.partition("error: ")[2].partition("\n`mvllm")[0].strip()
     expected = mistake.says
