@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from mvllm.engine.llm_engine import LLMEngine
     from mvllm.entrypoints.llm import LLM
-    from mvllm.errors import ConfigError, ModelError, MvllmError, PlatformError, RequestError
+    from mvllm.errors import ConfigError, ModelError, MvllmError, PlatformError, RequestError, RequestFailedError
     from mvllm.images import GeneratedImage as GeneratedImage
     from mvllm.images import ImageParams as ImageParams
     from mvllm.images import ImageRequestOutput as ImageRequestOutput
@@ -48,7 +48,7 @@ _NAMES = {
     ),
     "mvllm.engine.llm_engine": "LLMEngine",
     "mvllm.entrypoints.llm": "LLM",
-    "mvllm.errors": "ConfigError ModelError MvllmError PlatformError RequestError",
+    "mvllm.errors": "ConfigError ModelError MvllmError PlatformError RequestError RequestFailedError",
     "mvllm.images": "GeneratedImage ImageParams ImageRequestOutput",
     "mvllm.messages.beam_search_params": "BeamSearchParams",
     "mvllm.messages.inputs": "TextPrompt TokensPrompt",
@@ -84,6 +84,7 @@ __all__ = [
     "PoolingParams",
     "PoolingRequestOutput",
     "RequestError",
+    "RequestFailedError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -7,6 +7,8 @@ configuration, model, platform, engine), so that a caller can choose an HTTP sta
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 _NAME_OF_EXCEPTION = re.compile(r"(?:\bGot: )?\b(?:\w+\.)*[A-Z]\w*(?:Error|Exception)\b(?:: ?|\(| )?")
 
@@ -26,6 +28,21 @@ class RequestError(MvllmError, ValueError):
     def __init__(self, message: str, *, parameter: str | None = None) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+class RequestFailedError(RequestError):
+    """Requests of one call failed while they were processed. The others have run to their end.
+
+    Args:
+        message: The error of the first failed request.
+        parameter: The field that caused it, or None.
+        outputs: The outputs that the call would have returned, in the order of its prompts, with those of the failed
+            requests: these have an `error`.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None, outputs: Sequence[Any] = ()) -> None:
+        super().__init__(message, parameter=parameter)
+        self.outputs = list(outputs)
 
 
 class ConfigError(MvllmError, ValueError):

@@ -21,6 +21,7 @@ from mvllm.errors import (
     EngineSleepingError,
     QueueFullError,
     RequestError,
+    RequestFailedError,
     UnavailableError,
 )
 from mvllm.messages.commands import Sleep
@@ -499,8 +500,11 @@ def test_a_sleeping_core_rejects_requests_of_other_front_ends(llm: AsyncLLM, run
         stream = await llm.add_request(PROMPTS[0], LONG)
         assert await llm._client.call(Sleep(1)) is None
         assert (await last(stream)).outputs[0].error == "The engine was put to sleep."
-        refused = await last(llm.generate(PROMPTS[0], LONG))
+        refused = await last(llm.generate(PROMPTS[0], LONG, raise_on_error=False))
         assert "wake_up" in str(refused.outputs[0].error)
+        with pytest.raises(RequestFailedError, match="wake_up") as caught:
+            await last(llm.generate(PROMPTS[0], LONG))
+        assert caught.value.outputs[0].outputs[0].finish_reason == "error"
         await llm.wake_up()
         assert len((await joined(llm.generate(PROMPTS[0], LONG)))[0]) == 150
 
@@ -509,6 +513,7 @@ def test_a_sleeping_core_rejects_requests_of_other_front_ends(llm: AsyncLLM, run
 
 def test_properties(llm: AsyncLLM, offline: LLM, run: Run) -> None:
     assert llm.is_running and not llm.errored and llm.dead_error is None
+    assert repr(llm) == f"AsyncLLM({llm.model_config.model!r}, platform cpu, ready)"
     assert llm.model_config.max_model_len == offline.llm_engine.model_config.max_model_len == 176
     assert llm.cache_summary == offline.llm_engine.cache_summary
     assert llm.platform_summary == offline.llm_engine.platform_summary

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from mvllm import LLM, PoolingParams, PoolingRequestOutput, RequestError, SamplingParams
-from mvllm.errors import PlatformError
+from mvllm import LLM, EmbeddingRequestOutput, PoolingParams, PoolingRequestOutput, RequestError, SamplingParams
+from mvllm.errors import RequestFailedError
 from mvllm.messages.pooling_params import PoolingType
 from tests.engine.conftest import MakeLLM
 from tests.helpers import parity
@@ -227,8 +227,17 @@ def test_nan_embeddings_fail_the_prompt_and_not_the_engine(make_llm: MakeLLM, mo
     finish = pooler.postprocess_vector
     with monkeypatch.context() as patch:
         patch.setattr(pooler, "postprocess_vector", lambda vector, params: finish(vector * np.float32(np.nan), params))
-        with pytest.raises(PlatformError, match="not finite"):
+        with pytest.raises(RequestFailedError, match="not finite"):
             llm.encode([[5, 6]], use_tqdm=False)
+        [output] = llm.embed([[5, 6]], use_tqdm=False, raise_on_error=False)
+        assert "not finite" in (output.error or "") and output.outputs.embedding == []
+        [score] = llm.score(
+            {"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [7]}, use_tqdm=False, raise_on_error=False
+        )
+        assert "not finite" in (score.error or "") and np.isnan(score.outputs.score)
+        with pytest.raises(RequestFailedError, match=r"Prompt 0 of 2: .*not finite.* 1 more failed") as caught:
+            llm.embed([[5, 6], [7]], use_tqdm=False)
+        assert [type(each) for each in caught.value.outputs] == [EmbeddingRequestOutput] * 2
     assert np.isfinite(llm.encode([[5, 6]], use_tqdm=False)[0].outputs.data).all()
 
 

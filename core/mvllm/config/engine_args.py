@@ -10,9 +10,10 @@ import argparse
 import dataclasses
 import functools
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.engine_config_builder import build_engine_config
@@ -36,6 +37,9 @@ P = TypeVar("P", bound=argparse.ArgumentParser | argparse._ArgumentGroup)
 @dataclass
 class EngineArgs(EngineSettings):
     """Keyword arguments of the engine. Aliases and keywords of other engines (`foreign_keywords`) are accepted, too."""
+
+    _given_names: ClassVar[Mapping[str, str]] = {}
+    """The aliases among the keywords, by setting, for messages."""
 
     def __post_init__(self) -> None:
         if self.max_model_len == -1:
@@ -102,7 +106,8 @@ class EngineArgs(EngineSettings):
             ConfigError: A value is not permitted; names the setting, the value and what is permitted.
         """
         for setting in self.options():
-            setattr(self, setting.name, setting.checked(getattr(self, setting.name)))
+            name = self._given_names.get(setting.name, setting.name)
+            setattr(self, setting.name, setting.checked(getattr(self, setting.name), name))
         check_combinations(self)
 
     def create_engine_config(self) -> EngineConfig:

@@ -23,6 +23,16 @@ SERVER_MAX_QUEUED_REQUESTS = 1024
 SERVER_LONG_PREFILL_SLOWDOWN = 1.5
 """Default of long_prefill_slowdown in a server, whose clients wait for every token."""
 
+_NARROW = (
+    "Weights of fewer bits are a quantization: quantization='int8' or quantization='int4' makes them while loading."
+)
+_DTYPE_HINTS = {
+    "fp16": "Did you mean float16?",
+    "bf16": "Did you mean bfloat16?",
+    "fp32": "Did you mean float32?",
+    **dict.fromkeys(("float8", "fp8", "float8_e4m3fn", "int8", "int4", "fp4"), _NARROW),
+}
+
 _LARGEST_SEED = 2**63 - 1
 _LARGEST_BUDGET = 2**24  # of tokens in one step: buffers of that size are allocated
 
@@ -42,7 +52,12 @@ class EngineSettings(MultiModalArgs):
     skip_tokenizer_init: bool = option(
         False, help="Load no tokenizer: prompts and outputs are token ids only.", group="model"
     )
-    trust_remote_code: bool = option(False, help="Permit running Python code of the model folder.", group="model")
+    trust_remote_code: bool = option(
+        False,
+        help="Permit running Python code that comes with a tokenizer or with a processor of images, audio and video. "
+        "Code of models (auto_map) is never run.",
+        group="model",
+    )
     model_impl: str = option(
         "auto",
         help="Implementation of the model: 'native' (mvllm's or a plugin's), 'transformers' (its modules with mvllm's "
@@ -67,6 +82,7 @@ class EngineSettings(MultiModalArgs):
         help="Compute dtype; 'auto' selects the checkpoint's if the platform supports it.",
         group="model",
         choices=("auto", *DTYPES, *DTYPE_ALIASES),
+        hints=_DTYPE_HINTS,
     )
     quantization: str | None = option(
         None,

@@ -15,6 +15,7 @@ model have one revision.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import glob
 import re
 import stat
@@ -195,6 +196,7 @@ def _find(search: _Search, revision: str | None, token: str | None, patterns: tu
         repository = HubRepository(repository_and_file["repository"], what, folder, revision, token)
         return _hub_file(search, repository, repository_and_file["file"], format_name)
     if _may_be_hub_name(name) and format_name is None:
+        _refuse_misspelt_demo(search, folder)
         return _on_hub(search, HubRepository(name, what, folder, revision, token), patterns)
     raise ModelError(
         f"The {what} {name!r} was not found.\n"
@@ -211,6 +213,19 @@ def _demo_folder(name: str) -> Path:
         return demo.demo_model_path() if name == DEMO else demo.demo_vision_model_path()
     except FileNotFoundError as e:
         raise ModelError(f"The model {name!r} was asked for, but {e}") from e
+
+
+def _refuse_misspelt_demo(search: _Search, folder: Path) -> None:
+    """
+    Raises:
+        ModelError: The name is nearly that of a packaged model, which no repository of such a short name is.
+    """
+    nearest = difflib.get_close_matches(search.name.lower(), (DEMO, DEMO_VISION), n=1, cutoff=0.8)
+    if nearest and "/" not in search.name:
+        raise ModelError(
+            f"The {search.what} {search.name!r} was not found: {str(folder.absolute())!r} does not exist, and the hub "
+            f"was not asked. Did you mean {nearest[0]!r}, the packaged one?"
+        )
 
 
 def _nearest(missing: Path) -> str:

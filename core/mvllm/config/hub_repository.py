@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,12 +117,17 @@ class HubRepository:
         return f" at revision {self.revision!r}" if self.revision else ""
 
     def _not_found(self, error: Exception, offline: bool) -> ModelError:
+        name, folder = f"The {self.what} {self.name!r}{self._version}", str(self.folder.absolute())
+        if not offline and _is_network_error(error):
+            return ModelError(
+                f"{name} could not be fetched: the hub cannot be reached ({plain_reason(error)}).\n"
+                f"  Folder: {folder!r} does not exist.\n"
+                f"  Cache: {str(hub_cache())!r} does not hold it.\n"
+                "Check the network and HF_ENDPOINT. What is in the cache or in a local folder needs no network."
+            )
         on_the_hub, remedy = _reason(error, offline)
         return ModelError(
-            f"The {self.what} {self.name!r}{self._version} was not found.\n"
-            f"  Folder: {str(self.folder.absolute())!r} does not exist.\n"
-            f"  Hub: {on_the_hub}.\n"
-            f"{remedy}"
+            f"{name} was not found.\n  Folder: {folder!r} does not exist.\n  Hub: {on_the_hub}.\n{remedy}"
         )
 
 
@@ -130,6 +136,18 @@ def hub_cache() -> Path:
     from huggingface_hub import constants
 
     return Path(os.path.expandvars(constants.HF_HUB_CACHE)).expanduser()
+
+
+def _is_network_error(error: BaseException) -> bool:
+    """Whether the hub did not answer, as far as the chain of exceptions tells."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, LocalEntryNotFoundError | ConnectionError | TimeoutError | socket.gaierror):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def _is_answer_of_the_hub(error: Exception) -> bool:
@@ -165,5 +183,5 @@ def _reason(error: Exception, offline: bool) -> tuple[str, str]:
         )
     return (
         f"fetching it (cache {cache!r}) failed: {plain_reason(error)}",
-        "Pass a local folder, or check the network, HF_ENDPOINT and the free space of the cache.",
+        "Check HF_ENDPOINT, the rights on the cache and its free space, or give a local folder.",
     )

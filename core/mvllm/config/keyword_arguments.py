@@ -14,6 +14,8 @@ from mvllm.errors import ConfigError
 
 _T = TypeVar("_T")
 
+_SHORTEST_FORM = 3  # letters
+
 
 def accepts_every_name(cls: type[_T]) -> type[_T]:
     """A class decorator: the constructor of a dataclass of settings accepts what `settings_by_name` accepts."""
@@ -21,7 +23,9 @@ def accepts_every_name(cls: type[_T]) -> type[_T]:
 
     @functools.wraps(declared)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        declared(self, *args, **settings_by_name(options_of(cls), kwargs))
+        options = options_of(cls)
+        self._given_names = {option.name: alias for option in options for alias in option.aliases if alias in kwargs}
+        declared(self, *args, **settings_by_name(options, kwargs))
 
     cls.__init__ = init  # type: ignore[method-assign]
     return cls
@@ -61,9 +65,17 @@ def nearest_setting(keyword: str, known: Iterable[str]) -> str | None:
     words = keyword.replace("-", "_").split("_")
     for candidate in difflib.get_close_matches(keyword, list(known), n=3, cutoff=0.75):
         others = candidate.split("_")
-        if all(difflib.get_close_matches(word, others, n=1, cutoff=0.72) for word in words):
+        if all(_is_like_one(word, others) for word in words):
             return candidate
     return None
+
+
+def _is_like_one(word: str, others: list[str]) -> bool:
+    """Whether a word is nearly one of others, or its long or short form: `length` and `len`."""
+    forms = (other for other in others if min(len(word), len(other)) >= _SHORTEST_FORM)
+    return bool(difflib.get_close_matches(word, others, n=1, cutoff=0.72)) or any(
+        word.startswith(other) or other.startswith(word) for other in forms
+    )
 
 
 def listed_names(text: str | None) -> tuple[str, ...]:

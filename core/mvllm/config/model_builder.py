@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from mvllm.config.architecture_support import check_architecture_name
 from mvllm.config.context_length import resolve_max_model_len
 from mvllm.config.families import core_model_types, find_architecture, find_model_type, multimodal_model
 from mvllm.config.generation_config import (
@@ -23,11 +24,7 @@ from mvllm.config.generation_config import (
 )
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
-from mvllm.config.model_implementations import (
-    names_implementation,
-    naming_missing_implementation,
-    read_composite_config,
-)
+from mvllm.config.model_implementations import names_implementation, read_composite_config
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.multimodal import MultiModalModel
 from mvllm.config.nested_configs import is_tied_by_text, text_part_values, with_inner_config
@@ -108,43 +105,42 @@ def build_model_config(
     """
     parts = _read_parts(folder, hf_overrides, model_impl)
     hf_config, architecture = parts.hf_config, parts.architecture
-    with naming_missing_implementation(architecture, model_impl):
-        shape = transformer_shape(hf_config)
-        own_generation = load_generation_config(folder)
-        kind = ModelKind.of(architecture, hf_config, folder)
-        return ModelConfig(
-            model=model,
-            path=folder,
-            tokenizer=tokenizer,
-            hf_config=hf_config,
-            architecture=architecture,
-            dtype=DTYPE_ALIASES.get(dtype, dtype),
-            checkpoint_dtype=checkpoint_dtype(hf_config),
-            max_model_len=_max_model_len(hf_config, kind, folder, None if max_model_len == "auto" else max_model_len),
-            max_model_len_is_auto=max_model_len == "auto",
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_size=shape.head_size,
-            sliding_window=sliding_window(hf_config),
-            max_logprobs=_max_logprobs(max_logprobs, shape.vocab_size),
-            logprobs_mode=logprobs_mode,
-            generation_defaults=_defaults_from(generation_config),
-            eos_token_ids=end_token_ids(own_generation, hf_config, shape.vocab_size),
-            trust_remote_code=trust_remote_code,
-            model_impl=model_impl,
-            revision=revision,
-            seed=secrets.randbits(_DRAWN_SEED_BITS) if seed is None else seed,
-            seed_is_random=seed is None,
-            quantization=resolve_quantization(hf_config, quantization),
-            kind=kind,
-            pooler_config=check_pooler_config(pooler_config or {}),
-            multimodal=parts.multimodal,
-            language_architecture="" if parts.multimodal is None else parts.language,
-            token_spaces=token_spaces_of(hf_config, shape.vocab_size, own_generation, parts.read_spaces),
-        )
+    shape = transformer_shape(hf_config)
+    own_generation = load_generation_config(folder)
+    kind = ModelKind.of(architecture, hf_config, folder)
+    return ModelConfig(
+        model=model,
+        path=folder,
+        tokenizer=tokenizer,
+        hf_config=hf_config,
+        architecture=architecture,
+        dtype=DTYPE_ALIASES.get(dtype, dtype),
+        checkpoint_dtype=checkpoint_dtype(hf_config),
+        max_model_len=_max_model_len(hf_config, kind, folder, None if max_model_len == "auto" else max_model_len),
+        max_model_len_is_auto=max_model_len == "auto",
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        sliding_window=sliding_window(hf_config),
+        max_logprobs=_max_logprobs(max_logprobs, shape.vocab_size),
+        logprobs_mode=logprobs_mode,
+        generation_defaults=_defaults_from(generation_config),
+        eos_token_ids=end_token_ids(own_generation, hf_config, shape.vocab_size),
+        trust_remote_code=trust_remote_code,
+        model_impl=model_impl,
+        revision=revision,
+        seed=secrets.randbits(_DRAWN_SEED_BITS) if seed is None else seed,
+        seed_is_random=seed is None,
+        quantization=resolve_quantization(hf_config, quantization),
+        kind=kind,
+        pooler_config=check_pooler_config(pooler_config or {}),
+        multimodal=parts.multimodal,
+        language_architecture="" if parts.multimodal is None else parts.language,
+        token_spaces=token_spaces_of(hf_config, shape.vocab_size, own_generation, parts.read_spaces),
+    )
 
 
 @dataclass(frozen=True)
@@ -167,6 +163,7 @@ class _Parts:
 def _read_parts(folder: Path, overrides: Mapping[str, Any] | None, model_impl: str) -> _Parts:
     hf_config = load_hf_config(folder, overrides)
     architecture = architecture_of(hf_config)
+    check_architecture_name(architecture, model_impl, hf_config)
     multimodal: MultiModalModel | None
     composite = read_composite_config(architecture, model_impl, folder, overrides)
     if composite is not None:

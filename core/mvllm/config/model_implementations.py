@@ -10,8 +10,7 @@ class for are run by `transformers`, which is known where its package is not ins
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from mvllm import plugin_groups
 from mvllm.config.families import find_architecture, is_native
 from mvllm.config.hf_config import HFConfig
-from mvllm.errors import ConfigError, ModelError
+from mvllm.errors import ConfigError
 from mvllm.installable import missing_part
 
 FALLBACK = "transformers"
@@ -146,31 +145,6 @@ def read_composite_config(
         return None
     found = find_implementation(name)
     return None if found is None else found.read_composite_config(HFConfig.load(folder, overrides))
-
-
-@contextmanager
-def naming_missing_implementation(architecture: str, model_impl: str) -> Iterator[None]:
-    """Adds to a ModelError about config.json that the package that runs the architecture is not installed.
-
-    Such an error is about a value that the package might have known, see `ModelImplementation.read_composite_config`.
-
-    Args:
-        architecture, model_impl: As in ModelConfig.
-    """
-    try:
-        yield
-    except ModelError as e:
-        name = implementation_name(model_impl)
-        if name is None or not _needs_missing_package(architecture, model_impl, name):
-            raise
-        raise ModelError(f"{e} {_missing(architecture, name)}") from e
-
-
-def _needs_missing_package(architecture: str, model_impl: str, name: str) -> bool:
-    try:
-        return not runs_natively(architecture, model_impl) and find_implementation(name) is None
-    except ConfigError:  # of a package that is installed: who builds the model reports it
-        return False
 
 
 def _missing(architecture: str, name: str) -> str:

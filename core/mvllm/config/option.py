@@ -11,8 +11,9 @@ import operator
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from mvllm.errors import ConfigError
@@ -35,6 +36,7 @@ class Option:
         help: One sentence for `--help`.
         group: One of GROUPS.
         choices: The permitted texts; empty for any text.
+        hints: What to do instead, by texts that are often given and not permitted.
         words: Texts that may be given instead of a value of the kind: those of a Literal in the annotation.
         minimum, maximum: Permitted range, inclusive, except `minimum` if `above` is set.
         above: Whether `minimum` itself is excluded.
@@ -53,24 +55,30 @@ class Option:
     above: bool = False
     aliases: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
+    hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def checked(self, value: Any) -> Any:
+    def checked(self, value: Any, name: str | None = None) -> Any:
         """`value`, converted to the setting's type and checked.
+
+        Args:
+            name: The setting's name in messages; by default its own.
 
         Raises:
             ConfigError: It is not permitted; names the setting, the value and what is permitted.
         """
+        name = name or self.name
         if value is None:
             if self.nullable:
                 return None
-            raise ConfigError(f"{self.name} must be {self.permitted()}, found None.")
+            raise ConfigError(f"{name} must be {self.permitted()}, found None.")
         if isinstance(value, str) and value in self.words:
             return value
-        value = self._of_kind(value)
+        value = self._of_kind(value, name)
         if self.choices and value not in self.choices:
-            raise ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.")
+            hint = self.hints.get(str(value).lower())
+            raise ConfigError(f"{name} must be {self.permitted()}, found {value!r}.{f' {hint}' if hint else ''}")
         if isinstance(value, int | float) and not isinstance(value, bool) and not self._in_range(value):
-            raise ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.")
+            raise ConfigError(f"{name} must be {self.permitted()}, found {value!r}.")
         return value
 
     def permitted(self) -> str:
@@ -83,11 +91,11 @@ class Option:
                 text += f" {'>' if self.above else '>='} {self.minimum}"
             if self.maximum is not None:
                 text += f"{' and' if self.minimum is not None else ''} <= {self.maximum}"
-        others = [*map(repr, self.words), *(["None"] if self.nullable else [])]
+        others = [*map(repr, self.words)]
         return " or ".join([", ".join([text, *others[:-1]]), *others[-1:]])
 
-    def _of_kind(self, value: Any) -> Any:
-        error = ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.")
+    def _of_kind(self, value: Any, name: str) -> Any:
+        error = ConfigError(f"{name} must be {self.permitted()}, found {value!r}.")
         if self.kind in (int, float) and isinstance(value, bool):
             raise error
         if self.kind is int:
@@ -119,6 +127,7 @@ def option(
     maximum: float | None = None,
     above: bool = False,
     aliases: tuple[str, ...] = (),
+    hints: Mapping[str, str] = MappingProxyType({}),
     secret: bool = False,
 ) -> Any:
     """A dataclass field for a setting; the arguments are those of `Option`. A `secret` is not in the repr.
@@ -134,6 +143,7 @@ def option(
         "maximum": maximum,
         "above": above,
         "aliases": aliases,
+        "hints": hints,
     }
     return dataclasses.field(default=default, repr=not secret, metadata=facts)
 

@@ -48,13 +48,14 @@ def add_option(group: Any, setting: Option, default: Any = argparse.SUPPRESS) ->
     elif setting.kind is dict:
         group.add_argument(*flags, type=json_object_or_pairs, metavar="JSON", **common)
     else:
-        group.add_argument(
+        action = group.add_argument(
             *flags,
             type=_value_type(setting),
             choices=setting.choices or None,
             metavar=None if setting.choices else {int: "N", float: "X", str: "TEXT"}.get(setting.kind),
             **common,
         )
+        action.hints = setting.hints
 
 
 def add_foreign_options(
@@ -106,7 +107,8 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as e:
-        raise ConfigError(f"{text!r} is not valid JSON: {e}. Give a JSON object, such as '{{\"key\": 1}}'.") from e
+        where = f" ({e.msg} at character {e.pos + 1})" if isinstance(e, json.JSONDecodeError) else ""
+        raise ConfigError(f"{text!r} is not valid JSON{where}. Give an object, such as '{{\"key\": 1}}'.") from e
     if not isinstance(value, dict):
         raise ConfigError(f"{text!r} is not a JSON object. Give one, such as '{{\"key\": 1}}'.")
     return value

@@ -28,7 +28,8 @@ def stored_quantization(hf_config: HFConfig) -> tuple[str, HFConfig] | None:
     if not isinstance(name, str) or not name:
         raise ModelError(
             f"{where} says that the checkpoint is quantized, but its 'quant_method' is {name or 'not named'!r}. Use "
-            "the unquantized checkpoint of the same model; quantization='int8' or 'int4' quantizes it while it loads."
+            "the unquantized checkpoint of the same model; quantization='int8' or quantization='int4' quantizes it "
+            "while it loads."
         )
     return method_name(name), HFConfig(values, where)
 
@@ -54,6 +55,6 @@ def resolve_quantization(hf_config: HFConfig, requested: str | None) -> str | No
     if requested is not None and method_name(requested) != name:
         raise ConfigError(
             f"quantization is {requested!r}, but the weights of this checkpoint are stored as {name!r} already "
-            f"({settings.source}). Leave quantization out, or take the unquantized checkpoint of the same model."
+            f"({settings.source}). Leave it out, or take the unquantized checkpoint of the same model."
         )
     return name

@@ -8,7 +8,8 @@ The setting `speculative_config` is a JSON object whose keys depend on the metho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from mvllm.errors import ConfigError
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model"
 _NGRAM_MODELS = ("ngram", "[ngram]")
+_TRAINED_HEADS = ("eagle", "medusa", "mlp_speculator", "mtp", "dflash")
 
 MAX_SPECULATIVE_TOKENS = 64
 _LONGEST_NGRAM = 64
@@ -73,13 +75,12 @@ def read_speculative_config(
         DRAFT_MODEL: ("model", "revision", "quantization"),
     }
     if not isinstance(method, str) or method not in keys:
-        known = ", ".join(map(repr, keys))
-        raise ConfigError(f"speculative_config: method must be one of {known}, found {method!r:.40}.")
+        raise ConfigError(_unsupported(method, tuple(keys)))
     allowed = ("method", "num_speculative_tokens", *keys[method])
     if unknown := [name for name in settings if name not in allowed]:
         raise ConfigError(
-            f"speculative_config: the method {method!r} permits the keys {', '.join(allowed)}, found "
-            f"{unknown[0]!r:.40}."
+            f"speculative_config has the key {unknown[0]!r:.40}, which the method {method!r} does not have."
+            f"{_nearest(unknown[0], allowed)} Its keys: {', '.join(allowed)}."
         )
     if "num_speculative_tokens" not in settings:
         raise ConfigError(
@@ -89,6 +90,25 @@ def read_speculative_config(
     if method == NGRAM:
         return _ngram_config(settings, count)
     return _draft_model_config(settings, count, build_model, target)
+
+
+def _unsupported(method: object, methods: Sequence[str]) -> str:
+    """Why a method cannot be used, and which can."""
+    name = method if isinstance(method, str) else ""
+    if name.startswith(_TRAINED_HEADS) or name.endswith("_mtp"):
+        reason = "is not supported: it drafts with heads that are trained for the model, which are not loaded."
+    else:
+        reason = "does not exist." + _nearest(name, methods)
+    return (
+        f"speculative_config: the method {method!r:.40} {reason} There are 'ngram', which proposes what followed the "
+        "same tokens earlier in the text, and 'draft_model', a smaller model with the same tokenizer: "
+        '{"model": NAME, "num_speculative_tokens": 4}.'
+    )
+
+
+def _nearest(word: object, known: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(str(word), known, n=1, cutoff=0.75)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def _ngram_config(settings: Mapping[str, Any], count: int) -> SpeculativeConfig:

@@ -29,7 +29,7 @@ from mvllm.engine.frontend.admission import AdmissionControl
 from mvllm.engine.frontend.engine_frontend import EngineFrontend
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.output_processor import OutputProcessorOutput
-from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.engine.frontend.outputs import RequestOutput, failure_of
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.engine.frontend.request_state import RequestState
@@ -40,7 +40,7 @@ from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsSnapshot, RateMeter
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.engine.process.async_core_client import AsyncEngineCoreClient, make_async_client
-from mvllm.errors import EngineDeadError
+from mvllm.errors import EngineDeadError, RequestFailedError
 from mvllm.logging import get_logger
 from mvllm.messages.commands import CallModel, CheckHealth, ResetPrefixCache
 from mvllm.messages.inputs import PromptType
@@ -154,6 +154,7 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
         priority: int = 0,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
+        raise_on_error: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generates from one prompt. What each output contains depends on `sampling_params.output_kind`.
 
@@ -166,9 +167,12 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
             priority: Lower is served earlier; without effect unless the policy is `priority`.
             arrival_time: Monotonic seconds; now by default.
             lora_request: The LoRA adapter to apply; it is loaded if necessary.
+            raise_on_error: Raise an error in place of the last output if the request failed while it was processed. If
+                False, that output has the finish reason `error` and an `error`.
 
         Raises:
             RequestError: The request is invalid; nothing was queued.
+            RequestFailedError: See `raise_on_error`; its `outputs` has the last output.
             UnavailableError: Too many requests are waiting, or the engine sleeps; nothing was queued.
             EngineDeadError: The engine has stopped; the cause is kept.
             RuntimeError: Another event loop was the first to use the engine.
@@ -182,6 +186,8 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
             lora_request=lora_request,
         ) as stream:
             async for output in stream:
+                if raise_on_error and output.finished and (failure := failure_of(output)) is not None:
+                    raise RequestFailedError(failure[0], parameter=failure[1], outputs=[output])
                 yield output
 
     async def encode(
@@ -342,6 +348,13 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
     read_prompt_embeds = forward(_items, AsyncItems.read_prompt_embeds)
 
     # --- state
+
+    @property
+    def state(self) -> str:
+        """`ready`, `asleep`, `stopped by an error` or `closed`."""
+        if self._is_closed:
+            return "closed"
+        return "stopped by an error" if self.errored else "asleep" if self.sleep_mode.is_asleep else "ready"
 
     @property
     def is_running(self) -> bool:

@@ -96,6 +96,13 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
     # --- properties
 
     @property
+    def state(self) -> str:
+        """`ready`, `asleep`, `stopped by an error` or `closed`."""
+        if self._closed:
+            return "closed"
+        return "stopped by an error" if self._fatal_error else "asleep" if self.sleep_mode.is_asleep else "ready"
+
+    @property
     def stats(self) -> SchedulerStats | None:
         """The scheduler's state after the last step that reported it."""
         return self._stats

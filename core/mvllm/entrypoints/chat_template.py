@@ -44,6 +44,8 @@ _RESERVED = (
 )
 _MAX_TEMPLATE_BYTES = 4 << 20
 
+NO_CHAT_TEMPLATE = "The model has no chat template, so a conversation cannot be turned into a prompt."
+
 RENDERED_SETTINGS = ("tools", "documents", "chat_template_kwargs")
 """Arguments of `render_chat` whose texts templates write into the prompt."""
 
@@ -107,8 +109,7 @@ def render_chat(
         extra["documents"] = list(documents)
     if chat_template is None and getattr(tokenizer.template_renderer, "chat_template", None) is None:
         raise RequestError(
-            "The model's tokenizer has no chat template, so a conversation cannot be turned into a prompt. "
-            "Pass chat_template=..., or use generate() with a complete prompt.",
+            f"{NO_CHAT_TEMPLATE} Give one with chat_template, or continue a prompt instead of a conversation.",
             parameter="chat_template",
         )
     given: object = messages

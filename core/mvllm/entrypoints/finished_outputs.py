@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from types import TracebackType
 from typing import Any
 
 from mvllm.engine.frontend.input_processor import ProcessedRequest
-from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.engine.frontend.outputs import Failure, RequestOutput, failure_of
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.entrypoints.step_loop import run_requests
-from mvllm.errors import RequestError
+from mvllm.errors import RequestFailedError
 from mvllm.progress import progress_class
 
 
@@ -24,7 +24,8 @@ def finished_outputs(
 ) -> list[RequestOutput]:
     """Adds the requests to the engine and steps it until all have finished; returns their outputs in order.
 
-    With `raise_on_error` the first request that fails ends the call: the others are aborted.
+    Raises:
+        RequestFailedError: With `raise_on_error`, at the end: a request has failed.
     """
     engine.rollouts.require_not_paused()
     ids = [request.core.request_id for request in requests]
@@ -32,11 +33,12 @@ def finished_outputs(
     with _Progress(len(ids), use_tqdm) as progress, closing(run_requests(engine, requests)) as steps:
         for output in steps:
             if output.finished:
-                if raise_on_error:
-                    _raise_failure(output, ids)
                 outputs[output.request_id] = output
                 progress.update(output)
-    return [outputs[i] for i in ids]
+    found = [outputs[i] for i in ids]
+    if raise_on_error:
+        raise_failures(found, map(failure_of, found))
+    return found
 
 
 class _Progress:
@@ -80,17 +82,21 @@ class _Progress:
         self._bar.update(1)
 
 
-def _raise_failure(output: RequestOutput, request_ids: Sequence[str]) -> None:
-    """Raises the error of a finished request, if one of its sequences has one.
+def raise_failures(outputs: Sequence[Any], failures: Iterable[Failure | None]) -> None:
+    """Raises the first failure of a call.
 
     Args:
-        request_ids: Those of all requests of the call, in the order of their prompts.
+        outputs: What the call would return.
+        failures: Of each prompt in order; None for one that has not failed.
 
     Raises:
-        RequestError: A sequence has the finish reason `error`.
+        RequestFailedError: A prompt has failed. Of several prompts the message names the failed ones.
     """
-    for sequence in output.outputs:
-        if sequence.finish_reason == "error":
-            count = len(request_ids)
-            where = f"Prompt {request_ids.index(output.request_id)} of {count}: " if count > 1 else ""
-            raise RequestError(f"{where}{sequence.error}", parameter=sequence.error_parameter)
+    failed = [(at, failure) for at, failure in enumerate(failures) if failure is not None]
+    if not failed:
+        return
+    at, (message, parameter) = failed[0]
+    if len(outputs) > 1:
+        more = f" {len(failed) - 1} more failed." if len(failed) > 1 else ""
+        message = f"Prompt {at} of {len(outputs)}: {message}{more} The error's `outputs` has the outputs of all."
+    raise RequestFailedError(message, parameter=parameter, outputs=outputs)

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 import msgspec
 
 from mvllm.config.engine_args import EngineArgs
+from mvllm.config.engine_keywords import EngineKeywords, with_every_setting
 from mvllm.engine.adapters import EngineAdapters
 from mvllm.engine.engine_methods import AddedMethods
 from mvllm.engine.forward import forward
-from mvllm.engine.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from mvllm.engine.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, failure_of
 from mvllm.engine.frontend.pooling_outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
+    PooledRequestOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
+from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.frontend.scoring import ScoringInput, ScoringRequests
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.metrics.profiler import Profiler
 from mvllm.engine.rollouts import EngineRollouts
 from mvllm.entrypoints.chat_prompt import chat_prompt
 from mvllm.entrypoints.chat_template import Conversation, is_conversation
-from mvllm.entrypoints.finished_outputs import finished_outputs
+from mvllm.entrypoints.finished_outputs import finished_outputs, raise_failures
 from mvllm.entrypoints.pooling_tasks import PoolingArgument, for_named_task, for_one_vector, for_task
 from mvllm.entrypoints.prompt_lists import as_prompt_list, one_per_prompt
 from mvllm.entrypoints.score_inputs import ContentInput, score_inputs
@@ -41,10 +45,12 @@ from mvllm.messages.pooling_params import PoolingParams, PoolingTask
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from mvllm.config.engine_config import EngineConfig
     from mvllm.config.model import ModelConfig
     from mvllm.engine.metrics.reader import Metric
 
 _T = TypeVar("_T")
+_Pooled = TypeVar("_Pooled", bound=PooledRequestOutput[Any])
 
 UseTqdm = bool | Callable[..., Any]
 ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
@@ -71,7 +77,8 @@ class LLM(AddedMethods):
 
     Args:
         model: Model folder, GGUF file, hub name, or `demo`.
-        kwargs: Any field of EngineArgs, by name.
+        kwargs: Settings by name, those of EngineArgs; see the page of engine settings for what each does. Keywords of
+            other engines are translated or dropped with a warning if `mvllm-compat` is installed.
 
     Raises:
         ConfigError: A setting is unknown or invalid; the message names the nearest setting or the allowed values.
@@ -79,22 +86,35 @@ class LLM(AddedMethods):
         PlatformError: No platform is available, or several are and none was chosen.
     """
 
-    def __init__(self, model: str, **kwargs: Any) -> None:
+    @with_every_setting
+    def __init__(self, model: str | os.PathLike[str], **kwargs: Unpack[EngineKeywords]) -> None:
         configure_logging()  # before the settings are read, which may log warnings
-        self._start(EngineArgs.from_kwargs(model=model, **kwargs))
+        self._start(requested_config(EngineArgs.from_kwargs(model=model, **kwargs)))
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLM:
         """Creates an LLM from complete engine arguments."""
+        configure_logging()
+        return cls._from_config(requested_config(args))
+
+    @classmethod
+    def _from_config(cls, config: EngineConfig) -> LLM:
+        """Creates an LLM with a configuration, as `requested_config` makes it."""
         llm = cls.__new__(cls)
-        llm._start(args)
+        llm._start(config)
         return llm
 
-    def _start(self, args: EngineArgs) -> None:
-        configure_logging()
+    def _start(self, config: EngineConfig) -> None:
         self._request_ids = itertools.count()
         self._profiler = Profiler()
-        self._engine: LLMEngine | None = LLMEngine.from_engine_args(args)
+        self._model = config.model.model
+        self._engine: LLMEngine | None = LLMEngine(config)
+
+    def __repr__(self) -> str:
+        engine = getattr(self, "_engine", None)
+        if engine is None:
+            return f"LLM({getattr(self, '_model', None)!r}, closed)"
+        return repr(engine).replace(type(engine).__name__, type(self).__name__, 1)
 
     def __enter__(self) -> LLM:
         return self
@@ -239,16 +259,17 @@ class LLM(AddedMethods):
             use_tqdm: Show a progress bar; a function replaces `tqdm.tqdm`.
             priority: For all prompts, or one per prompt; lower values are scheduled first.
             lora_request: The adapter for all prompts, or one (or None) per prompt; needs `enable_lora`.
-            raise_on_error: Raise the error of the first prompt that fails while it is processed, such as a schema that
-                cannot be enforced or logits that are NaN, and abort the others. If False, its output has the finish
-                reason `error` and an `error`, and the others are complete.
+            raise_on_error: Raise an error at the end if a prompt failed while it was processed, such as for a schema
+                that cannot be enforced, or logits that are NaN. The others run to their end first, and the error's
+                `outputs` has all of them. If False, they are returned. The output of a failed prompt has the finish
+                reason `error` and an `error`.
 
         Returns:
             One output per prompt, in the order of the prompts.
 
         Raises:
-            RequestError: A prompt, parameter or adapter is invalid, and no prompt was processed; or see
-                `raise_on_error`.
+            RequestError: A prompt, parameter or adapter is invalid, and no prompt was processed.
+            RequestFailedError: See `raise_on_error`.
             EngineDeadError: The engine has failed or was closed.
         """
         engine, each = self.llm_engine, as_prompt_list(prompts)
@@ -289,7 +310,8 @@ class LLM(AddedMethods):
 
         Raises:
             RequestError: A conversation is invalid, or the model has no chat template, and no conversation was
-                processed; or see `raise_on_error`.
+                processed.
+            RequestFailedError: See `raise_on_error`.
         """
         engine = self.llm_engine
         if not isinstance(messages, list | tuple) or not messages:
@@ -334,16 +356,19 @@ class LLM(AddedMethods):
             One output per prompt, in the order of the prompts, with up to `beam_width` sequences, best first.
 
         Raises:
-            RequestError: A prompt or parameter is invalid; or a search failed, for instance because no sequence can
-                end, see `raise_on_error`.
+            RequestError: A prompt or parameter is invalid.
+            RequestFailedError: A search failed, for instance because no sequence can end, see `raise_on_error`.
             EngineDeadError: The engine has failed or was closed.
         """
         engine = self.llm_engine
         settings = params.as_sampling_params()
         settings.detokenize = engine.has_tokenizer
         each = as_prompt_list(prompts)
-        outputs = self._generate(engine, each, settings, use_tqdm, priority, raise_on_error=raise_on_error)
-        return [_as_beam_search_output(output, settings.length_penalty) for output in outputs]
+        outputs = self._generate(engine, each, settings, use_tqdm, priority, raise_on_error=False)
+        found = [_as_beam_search_output(output, settings.length_penalty) for output in outputs]
+        if raise_on_error:
+            raise_failures(found, map(failure_of, outputs))
+        return found
 
     def encode(
         self,
@@ -353,6 +378,7 @@ class LLM(AddedMethods):
         use_tqdm: UseTqdm = True,
         priority: int | Sequence[int] | None = None,
         pooling_task: str | None = None,
+        raise_on_error: bool = True,
     ) -> list[PoolingRequestOutput]:
         """Pools the last hidden states of each prompt to an embedding, or to class scores if the model classifies.
 
@@ -362,13 +388,15 @@ class LLM(AddedMethods):
             use_tqdm, priority: As for `generate`.
             pooling_task: `embed`, `classify`, or `token_embed` for a vector of each token; by default the model's
                 task, or that of `pooling_params`.
+            raise_on_error: As for `generate`; a prompt fails if its vector has NaN or infinity. Its output is empty and
+                has an `error`.
 
         Returns:
             One output per prompt, in the order of the prompts; its `outputs.data` is the pooled vector, float32.
 
         Raises:
             RequestError: A prompt or parameter is invalid. No prompt was processed.
-            PlatformError: A pooled vector contains NaN or infinity.
+            RequestFailedError: See `raise_on_error`.
             EngineDeadError: The engine has failed or was closed.
         """
         engine = self.llm_engine
@@ -383,9 +411,8 @@ class LLM(AddedMethods):
             one_per_prompt(pooling_params, len(each), "pooling_params"),
             priorities=None if priority is None else one_per_prompt(priority, len(each), "priority"),
         )
-        return [
-            PoolingRequestOutput.from_request_output(output) for output in finished_outputs(engine, requests, use_tqdm)
-        ]
+        finished = finished_outputs(engine, requests, use_tqdm)
+        return _raised(list(map(PoolingRequestOutput.with_error, finished)), raise_on_error)
 
     def embed(
         self,
@@ -394,6 +421,7 @@ class LLM(AddedMethods):
         *,
         use_tqdm: UseTqdm = True,
         priority: int | Sequence[int] | None = None,
+        raise_on_error: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """Embeds each prompt. As `encode`, but each output's `outputs.embedding` is a list of floats.
 
@@ -402,8 +430,8 @@ class LLM(AddedMethods):
                 only `encode` supports.
         """
         asked = for_one_vector(pooling_params)
-        encoded = self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority)
-        return [EmbeddingRequestOutput.from_base(output) for output in encoded]
+        encoded = self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority, raise_on_error=False)
+        return _raised(list(map(EmbeddingRequestOutput.from_base, encoded)), raise_on_error)
 
     def classify(
         self,
@@ -412,11 +440,12 @@ class LLM(AddedMethods):
         *,
         use_tqdm: UseTqdm = True,
         priority: int | Sequence[int] | None = None,
+        raise_on_error: bool = True,
     ) -> list[ClassificationRequestOutput]:
         """Classifies each prompt with a model that has a classification head (`...ForSequenceClassification`).
 
         Args:
-            prompts, use_tqdm, priority: As for `encode`.
+            prompts, use_tqdm, priority, raise_on_error: As for `encode`.
             pooling_params: For all prompts, or one per prompt; `use_activation=False` returns logits.
 
         Returns:
@@ -424,11 +453,11 @@ class LLM(AddedMethods):
 
         Raises:
             RequestError: As `encode`; or the model is not a classifier.
-            PlatformError, EngineDeadError: As `encode`.
+            RequestFailedError, EngineDeadError: As `encode`.
         """
         asked = for_task(pooling_params, PoolingTask.CLASSIFY)
-        encoded = self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority)
-        return [ClassificationRequestOutput.from_base(output) for output in encoded]
+        encoded = self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority, raise_on_error=False)
+        return _raised(list(map(ClassificationRequestOutput.from_base, encoded)), raise_on_error)
 
     def reward(
         self,
@@ -437,18 +466,19 @@ class LLM(AddedMethods):
         *,
         use_tqdm: UseTqdm = True,
         priority: int | Sequence[int] | None = None,
+        raise_on_error: bool = True,
     ) -> list[PoolingRequestOutput]:
         """Rewards of each prompt by a reward model, which is a classifier: `outputs.data` has one value per label.
 
         Args:
-            prompts, use_tqdm, priority: As for `encode`.
+            prompts, use_tqdm, priority, raise_on_error: As for `encode`.
             pooling_params: For all prompts, or one per prompt; by default rewards are logits (`use_activation=False`).
 
         Raises:
-            RequestError, PlatformError, EngineDeadError: As `classify`.
+            RequestError, RequestFailedError, EngineDeadError: As `classify`.
         """
         asked = for_task(pooling_params or PoolingParams(use_activation=False), PoolingTask.CLASSIFY)
-        return self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority)
+        return self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority, raise_on_error=raise_on_error)
 
     def score(
         self,
@@ -457,6 +487,7 @@ class LLM(AddedMethods):
         pooling_params: PoolingParams | None = None,
         *,
         use_tqdm: UseTqdm = True,
+        raise_on_error: bool = True,
     ) -> list[ScoringRequestOutput]:
         """Scores the similarity of pairs of texts, or of prompts with images.
 
@@ -469,14 +500,14 @@ class LLM(AddedMethods):
                 or `{"content": parts}` with parts of the chat completions API.
             data_2: One input or several.
             pooling_params: For all inputs.
-            use_tqdm: As for `generate`.
+            use_tqdm, raise_on_error: As for `encode`; the score of a failed pair is NaN.
 
         Returns:
             One output per input of `data_2`, in order, with the score in `outputs.score`.
 
         Raises:
             RequestError: An input or parameter is invalid, or the classifier has several labels.
-            PlatformError, EngineDeadError: As `encode`.
+            RequestFailedError, EngineDeadError: As `encode`.
         """
         engine = self.llm_engine
         if pooling_params is not None and not isinstance(pooling_params, PoolingParams):
@@ -485,8 +516,8 @@ class LLM(AddedMethods):
         scoring = ScoringRequests.from_inputs(
             engine.pooling_input_processor, first, second, pooling_params or PoolingParams()
         )
-        answers = self.encode(scoring.prompts, scoring.params, use_tqdm=use_tqdm)
-        return scoring.outputs(answers)
+        answers = self.encode(scoring.prompts, scoring.params, use_tqdm=use_tqdm, raise_on_error=False)
+        return _raised(scoring.outputs(answers), raise_on_error)
 
     def _generate(
         self,
@@ -511,6 +542,13 @@ class LLM(AddedMethods):
             lora_requests=None if lora_request is None else one_per_prompt(lora_request, len(prompts), "lora_request"),
         )
         return finished_outputs(engine, requests, use_tqdm, raise_on_error)
+
+
+def _raised(outputs: list[_Pooled], raise_on_error: bool) -> list[_Pooled]:
+    """The outputs; with `raise_on_error` the error of the first that failed is raised instead."""
+    if raise_on_error:
+        raise_failures(outputs, (None if o.error is None else (o.error, o.error_parameter) for o in outputs))
+    return outputs
 
 
 def _as_beam_search_output(output: RequestOutput, length_penalty: float) -> BeamSearchOutput:

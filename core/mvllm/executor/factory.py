@@ -129,10 +129,11 @@ def _import(name: str, path: str) -> type[Executor]:
                 f"not installed. Run: {install_command(package)}, on every machine that runs workers; or set "
                 "distributed_executor_backend to mp to stay on this machine."
             ) from None
-        offered = ", ".join(plugin_groups.allowed_names(plugin_groups.EXECUTORS)) or "none"
+        known = sorted({*_BUILT_IN, *plugin_groups.allowed_names(plugin_groups.EXECUTORS)})
+        path = f", and as a class it cannot be imported: {e}" if module else ""
         raise ConfigError(
-            f"distributed_executor_backend {name!r} is neither built in ({', '.join(sorted(_BUILT_IN))}), nor an "
-            f"entry point of {plugin_groups.EXECUTORS.group} (installed: {offered}), nor an importable dotted path: {e}"
+            f"distributed_executor_backend is {name!r}, and there is no such executor{path}. There are "
+            f"{', '.join(known)}, and classes by their dotted path (package.module.Class)."
         ) from e
 
 

@@ -6,10 +6,12 @@ from mvllm.engine.async_llm import AsyncLLM as AsyncLLM
 from mvllm.engine.frontend.length_advice import longer_sequences as longer_sequences
 from mvllm.engine.frontend.outputs import CompletionOutput as CompletionOutput
 from mvllm.engine.frontend.outputs import RequestMetrics as RequestMetrics
+from mvllm.engine.frontend.outputs import failure_of as failure_of
 from mvllm.engine.frontend.parallel_sampling import child_seed as child_seed
 from mvllm.engine.llm_engine import LLMEngine as LLMEngine
 from mvllm.engine.tokenizer.content_parts import render_user_message as render_user_message
 from mvllm.engine.tokenizer.tokenizer import Tokenizer as Tokenizer
+from mvllm.entrypoints.finished_outputs import raise_failures as raise_failures
 from mvllm.entrypoints.llm import LLM as LLM
 from mvllm.entrypoints.prompt_lists import as_prompt_list as as_prompt_list
 from mvllm.entrypoints.prompt_lists import one_per_prompt as one_per_prompt
@@ -34,8 +36,10 @@ __all__ = [
     "TokensPrompt",
     "as_prompt_list",
     "child_seed",
+    "failure_of",
     "longer_sequences",
     "one_per_prompt",
+    "raise_failures",
     "render_user_message",
     "run_prompts",
 ]

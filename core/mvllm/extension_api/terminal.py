@@ -7,6 +7,7 @@ from mvllm.entrypoints.cli.terminal import ThroughputCounter as ThroughputCounte
 from mvllm.entrypoints.cli.terminal import open_llm as open_llm
 from mvllm.entrypoints.cli.terminal import print_error as print_error
 from mvllm.entrypoints.cli.terminal import print_stream as print_stream
+from mvllm.entrypoints.cli.terminal import require_chat_template as require_chat_template
 
 __all__ = [
     "ThroughputCounter",
@@ -14,4 +15,5 @@ __all__ = [
     "open_llm",
     "print_error",
     "print_stream",
+    "require_chat_template",
 ]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from mvllm.messages.named_parameters import NamedParameters
 from mvllm.messages.sampling_params import SamplingParams
 
 
-class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=NamedParameters):
     """Settings of a beam search. Fields that SamplingParams also has have the same meaning and bounds.
 
     Attributes:

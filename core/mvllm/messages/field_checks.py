@@ -74,7 +74,7 @@ def integer(
 ) -> Check:
     """Checks for an integer in [low, high]. `unset` replaces `means_unset`; None is allowed only if `optional`."""
     span = f"from {low} to {high}" if high < INT64_MAX else f">= {low} (in 64 bits)"
-    expected = f"an integer {span}" + (" or None" if optional else "")
+    expected = f"an integer {span}"
 
     def check(name: str, value: object) -> int | None:
         if value is None and optional:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from mvllm.messages.named_parameters import NamedParameters
+
 MAX_ADAPTER_RECORDS = 4096
 """Adapters that a front end and an engine core remember beside the loaded ones. Requests may name any number."""
 
 
-class LoRARequest(msgspec.Struct, frozen=True):
+class LoRARequest(msgspec.Struct, frozen=True, metaclass=NamedParameters):
     """A LoRA adapter.
 
     All three fields together identify it. An engine accepts one adapter per id at a time.

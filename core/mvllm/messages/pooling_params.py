@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from mvllm.errors import RequestError
+from mvllm.messages.named_parameters import NamedParameters
 
 _E = TypeVar("_E", bound=enum.StrEnum)
 
@@ -48,7 +49,7 @@ class Activation(enum.StrEnum):
     TANH = "tanh"
 
 
-class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=NamedParameters):
     """Settings of a pooling request. None takes the model's default.
 
     Attributes:

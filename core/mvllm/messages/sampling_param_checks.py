@@ -58,12 +58,12 @@ def check_guidance_scale(name: str, value: object) -> float | None:
         return None
     scale = as_float(value)
     if scale is None or not 0.0 <= scale <= MAX_GUIDANCE_SCALE:
-        return reject(name, value, f"a number from 0 to {MAX_GUIDANCE_SCALE:g}, or None")
+        return reject(name, value, f"a number from 0 to {MAX_GUIDANCE_SCALE:g}")
     return scale
 
 
 def check_negative_prompt(name: str, value: object) -> str | list[int] | None:
-    expected = f"a text of at most {MAX_NEGATIVE_PROMPT_CHARS} characters, a list of token ids, or None"
+    expected = f"a text of at most {MAX_NEGATIVE_PROMPT_CHARS} characters, or a list of token ids"
     if value is None:
         return None
     if isinstance(value, str):
@@ -148,7 +148,7 @@ def check_allowed_token_ids(name: str, value: object) -> list[int] | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_ALLOWED_TOKEN_IDS:
-        return reject(name, value, f"a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids, or None for all")
+        return reject(name, value, f"a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids")
     return sorted(set(token_ids(name, value)))
 
 
@@ -181,7 +181,7 @@ def check_bad_words_token_ids(name: str, value: object) -> list[list[int]] | Non
 def check_truncate_prompt_tokens(name: str, value: object) -> int | None:
     number = None if value is None else as_int(value)
     if value is not None and (number is None or not (number == -1 or 1 <= number <= INT64_MAX)):
-        return reject(name, value, "an integer >= 1, -1 for as many tokens as the context holds, or None")
+        return reject(name, value, "an integer >= 1, or -1 for as many tokens as the context holds")
     return number
 
 

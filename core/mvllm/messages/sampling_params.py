@@ -29,6 +29,7 @@ from mvllm.messages.field_checks import (
     number,
     reject,
 )
+from mvllm.messages.named_parameters import NamedParameters
 from mvllm.messages.structured_outputs import StructuredOutputsParams, as_structured_outputs
 from mvllm.messages.thinking import ThinkingTokens, as_thinking_tokens, check_thinking_tags
 
@@ -57,7 +58,7 @@ class RequestOutputKind(enum.IntEnum):
     FINAL_ONLY = 2
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=NamedParameters):
     """Sampling settings of one request. Names and defaults are those of vLLM.
 
     Attributes:

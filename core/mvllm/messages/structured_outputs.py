@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeGuard
 import msgspec
 
 from mvllm.errors import RequestError
+from mvllm.messages.named_parameters import NamedParameters
 
 MAX_GRAMMAR_BYTES = 256 << 10
 """A schema, pattern, grammar or list of choices, as UTF-8."""
@@ -43,7 +44,7 @@ FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _NAME = "structured_outputs"
 
 
-class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=NamedParameters):
     """A constraint on the text of an output: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object` and
     `structural_tag`.
 
@@ -137,7 +138,7 @@ def as_structured_outputs(name: str, value: object) -> StructuredOutputsParams |
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, dict):
-        _reject(f"must be StructuredOutputsParams, a dict of its fields, or None; got a {type(value).__name__}")
+        _reject(f"must be StructuredOutputsParams or a dict of its fields; got a {type(value).__name__}")
     known = StructuredOutputsParams.__struct_fields__
     for key in value:
         if key not in known:

@@ -15,7 +15,7 @@ from mvllm.checkpoint_formats.registry import checkpoint_format, format_of_folde
 from mvllm.checkpoint_formats.tensor_entry import TensorEntry
 from mvllm.config.hf_config import read_json_object
 from mvllm.errors import ModelError
-from mvllm.models.safetensors_file import MOST_TENSORS, header_limit, read_header
+from mvllm.models.safetensors_file import MOST_TENSORS, check_size, header_limit, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -51,6 +51,27 @@ def read_checkpoint(
     for path in _shards_without_index(folder):
         _merge(tensors, path, most_tensors)
     return tensors
+
+
+def check_files(folder: Path) -> None:
+    """Checks that the weight files of a folder are there, are safetensors and have all their bytes.
+
+    Takes milliseconds, so that a front end finds it before workers start: of a header only its size is compared.
+
+    Raises:
+        ModelError: As `read_checkpoint`.
+    """
+    if format_of_folder(folder) is not None:
+        return  # its files were read to derive the folder
+    if (folder / SINGLE_FILE).is_file():
+        files = [folder / SINGLE_FILE]
+    elif (folder / INDEX_FILE).is_file():
+        names = sorted(set(_weight_map(folder / INDEX_FILE, MOST_TENSORS).values()))
+        files = [_inside(folder, name) for name in names]
+    else:
+        files = _shards_without_index(folder)
+    for file in files:
+        check_size(file)
 
 
 def _checked(tensors: object, name: str) -> dict[str, TensorEntry]:

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mvllm import plugin_groups
-from mvllm.config.families import core_architectures, find_architecture, is_of_core, record_of_plugin
+from mvllm.config.architecture_support import supported_architectures as supported_architectures
+from mvllm.config.families import find_architecture, is_of_core, record_of_plugin
 from mvllm.config.model_family import Architecture
 from mvllm.config.model_implementations import (
     find_implementation,
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-def supported_architectures() -> tuple[str, ...]:
-    """Native architectures, sorted: core's and those of installed plugins."""
-    return tuple(sorted({*core_architectures(), *plugin_groups.allowed_names(plugin_groups.MODELS)}))
-
-
 def resolve_model_class(architecture: str, model_impl: str = "auto", language: str = "") -> type[CausalLM]:
     """The class that runs checkpoints of `architecture`.
 
@@ -45,7 +41,7 @@ def resolve_model_class(architecture: str, model_impl: str = "auto", language: s
         language: `ModelConfig.language_architecture`.
 
     Raises:
-        ModelError: There is none (the message lists the supported ones), or a plugin's class is not a CausalLM.
+        ModelError: There is none, or a plugin's class is not a CausalLM.
         ConfigError: The plugin that has it is not allowed, or cannot be loaded.
     """
     implementation = implementation_name(model_impl)
@@ -58,9 +54,7 @@ def resolve_model_class(architecture: str, model_impl: str = "auto", language: s
         return _core_class(architecture, language)
     source = plugin_groups.find(plugin_groups.MODELS, architecture)
     if source is None:
-        raise ModelError(
-            f"The architecture {architecture!r} is not supported. Supported: {', '.join(supported_architectures())}."
-        )
+        raise ModelError(f"The architecture {architecture!r} is not supported: no class is registered under this name.")
     return _plugin_class(source, language)
 
 
@@ -128,10 +122,7 @@ def _language_class(architecture: str, language: str) -> type[CausalLM]:
 def _class_of_implementation(architecture: str, name: str) -> type[CausalLM]:
     reason = unsupported_reason(architecture, name)
     if reason is not None:
-        raise ModelError(
-            f"The architecture {architecture!r} is not supported. Supported: {', '.join(supported_architectures())}. "
-            f"As for others: {reason}"
-        )
+        raise ModelError(f"The architecture {architecture!r} is not supported. {reason[0].upper() + reason[1:]}")
     implementation, source = find_implementation(name), plugin_groups.find(plugin_groups.MODEL_IMPLS, name)
     assert implementation is not None and source is not None, "otherwise there is a reason"
     return _load_from_plugin(source, implementation.model_class(architecture), plugin_groups.MODEL_IMPLS)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import reprlib
 import stat
 from collections import Counter
@@ -72,6 +73,7 @@ MOST_TENSORS = 500_000
 """Limit for a checkpoint of an unknown model. Half a million entries take seconds and hundreds of MB."""
 
 _LARGEST_HEADER = 100_000_000
+_DATA_END = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d{1,19}\s*,\s*(\d{1,19})\s*\]')
 _BYTES_PER_TENSOR = 512  # of a header: a long name, dtype, shape and offsets have about 200
 _METADATA_BYTES = 1 << 20
 _LARGEST_SIZE = 2**63 - 1
@@ -119,11 +121,35 @@ def read_header(path: Path, most_tensors: int = MOST_TENSORS, *, is_segment: boo
         raise ModelError(f"{path} cannot be read: {e.strerror or e}") from e
 
 
+def check_size(path: Path) -> None:
+    """Checks that a file begins with a header and has the bytes that it describes, without parsing it.
+
+    Raises:
+        ModelError: As `read_header`.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(min(length, _LARGEST_HEADER)) if 8 + length <= size else b""
+    except OSError as e:
+        raise ModelError(f"{path} cannot be read: {e.strerror or e}") from e
+    end = max((int(found[1]) for found in _DATA_END.finditer(text)), default=0)
+    if not text.startswith(b"{") or 8 + length + end != size:
+        read_header(path)  # says what is wrong
+
+
 def _header_text(path: Path, file: BinaryIO, size: int, largest: int) -> bytes:
     prefix = file.read(8)
     if len(prefix) < 8:
         raise ModelError(f"{path} has {size} bytes, too few for a safetensors file. {_DOWNLOAD_AGAIN}")
     length = int.from_bytes(prefix, "little")
+    if prefix == b"version ":
+        raise ModelError(
+            f"{path} is a pointer of Git LFS, not the weights themselves. Run `git lfs pull` in its repository, or "
+            "download the file."
+        )
     if length > largest:
         raise ModelError(
             f"{path} is not a safetensors file, or a damaged one: its header claims {length} bytes, and at most "

@@ -94,7 +94,7 @@ class EncoderPlanner:
         if end > num_tokens and end >= self._max_model_len:
             raise _error(
                 f"The positions of the prompt with its items end at {end}, but max_model_len is {self._max_model_len}. "
-                "Use shorter videos, or start the engine with a larger max_model_len."
+                "Use shorter videos."
             )
         rows = {item.span.content_hash: item.num_encoded for item in request.items}
         if len(rows) > 1 and (self.has_cross_attention or not self._can_chunk):

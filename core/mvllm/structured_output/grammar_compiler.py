@@ -176,7 +176,10 @@ class GrammarCache:
 
 
 def _compile_error(job: CompileJob, reason: str, kind: type[RequestError] = RequestError) -> RequestError:
-    return kind(f"structured_outputs: the {_WORDS[job.form]} cannot be used: {reason}", parameter="structured_outputs")
+    return kind(
+        f"structured_outputs: the {_WORDS[job.form]} cannot be used: {reason.removesuffix('.')}.",
+        parameter="structured_outputs",
+    )
 
 
 _WORDS = {

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
 from mvllm.errors import RequestError
 from mvllm.structured_output import llguidance_library
+
+_REGEX_PLACE = re.compile(r"regex parse error:\n {4}(?P<pattern>.*)\n {4}(?P<spaces> *)\^")
+_MAX_PATTERN = 100
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -41,6 +45,12 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 def one_line(error: object) -> str:
-    """A library message on one line, cut to 400 characters."""
+    """A library message on one line, cut to 400 characters. Of a regular expression's the reason and its place."""
+    if "regex parse error:\n" in str(error):
+        reason = str(error).rpartition("\nerror: ")[2].partition("\n")[0]
+        place = _REGEX_PLACE.search(str(error))
+        if place is None:
+            return f"{reason} (in a regex)"
+        return f"{reason}, at character {len(place['spaces']) + 1} of the regex {place['pattern'][:_MAX_PATTERN]!r}"
     text = " ".join(str(error).replace("<non-verbose/>", "").split())
     return text[:400] + "..." if len(text) > 400 else text

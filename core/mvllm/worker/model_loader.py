@@ -166,7 +166,7 @@ class ModelLoader:
         """
         model_class = resolve_model_class(config.architecture, config.model_impl, config.language_architecture)
         remedy = (
-            "Choose a smaller dtype, quantization='int8' or 'int4', or a larger tensor_parallel_size or "
+            "Choose a smaller dtype, quantization='int8' or quantization='int4', or a larger tensor_parallel_size or "
             "pipeline_parallel_size, which leaves each device a smaller part."
         )
         what = f"The weights of {config.model}, whose sizes config.json gives,"

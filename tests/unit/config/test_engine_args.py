@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -173,7 +174,7 @@ def test_both_sides_of_every_bound(name, good, bad):
 
 
 def test_an_error_names_the_permitted_range():
-    with pytest.raises(ConfigError, match=r"memory_utilization must be a number > 0 and <= 1 or None, found 1\.5"):
+    with pytest.raises(ConfigError, match=r"memory_utilization must be a number > 0 and <= 1, found 1\.5"):
         EngineArgs.from_kwargs(model="x", memory_utilization=1.5)
     with pytest.raises(ConfigError, match=r"one of 'fcfs', 'priority', found 'lifo'"):
         EngineArgs.from_kwargs(model="x", scheduling_policy="lifo")
@@ -224,7 +225,30 @@ def test_key_value_heads_are_a_multiple_or_a_divisor_of_the_ranks(tmp_path):
     folder = write_folder(tmp_path, num_attention_heads=12, num_key_value_heads=6, hidden_size=48)
     with pytest.raises(ConfigError, match="6 key-value heads"):
         EngineArgs.from_kwargs(model=str(folder), tensor_parallel_size=4).create_engine_config()
+    folder = write_folder(
+        tmp_path / "m", num_attention_heads=12, num_key_value_heads=6, hidden_size=48, intermediate_size=96
+    )
     EngineArgs.from_kwargs(model=str(folder), tensor_parallel_size=12).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("keys", "size", "said"),
+    [
+        ({}, 3, "intermediate_size of 128, the width of its MLPs. Choose 1 or 2."),
+        ({"num_experts": 4, "moe_intermediate_size": 66}, 6, None),
+        ({"num_experts": 4, "moe_intermediate_size": 64}, 6, "moe_intermediate_size of 64"),
+        ({"num_experts": 4}, 6, None),  # with another key for the size of experts, for instance
+        ({"block_ff_dim": 7}, 6, None),
+    ],
+)
+def test_ranks_share_the_width_of_mlps_where_the_config_tells_it(tmp_path, keys, size, said):
+    folder = write_folder(tmp_path, num_attention_heads=6, num_key_value_heads=6, hidden_size=48, **keys)
+    args = EngineArgs.from_kwargs(model=str(folder), tensor_parallel_size=size)
+    if said is None:
+        args.create_engine_config()
+    else:
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            args.create_engine_config()
 
 
 def test_max_logprobs_is_at_most_the_vocabulary(tmp_path):

@@ -188,11 +188,11 @@ def http_error(cls: type[Exception]) -> Exception:
         (http_error(errors.RevisionNotFoundError), "does not have that revision"),
         (
             errors.LocalEntryNotFoundError("Got: ConnectError: cannot reach\nmore"),
-            r"failed: cannot reach\.\nPass a local",
+            r"could not be fetched: the hub cannot be reached \(cannot reach\)\.[^$]*Check the network",
         ),
-        (ConnectionError("refused\nby peer"), r"failed: refused\.\nPass a local folder"),
+        (ConnectionError("refused\nby peer"), r"cannot be reached \(refused\)\."),
         (errors.HFValidationError("Repo id must use ..."), "no repository of that name[^$]*'organisation/name'"),
-        (OSError(28, "No space left on device"), "No space left on device"),
+        (OSError(28, "No space left on device"), r"failed: No space left on device\.\nCheck HF_ENDPOINT"),
     ],
 )
 def test_every_error_says_what_was_tried_and_what_to_do(error, said, download, monkeypatch, tmp_path):

@@ -117,14 +117,14 @@ def test_a_llama_never_has_a_sliding_window(tmp_path):
 def test_the_text_config_of_a_composite_config_overrides_the_rest(tmp_path):
     inner = {key: value for key, value in LLAMA.items() if key not in ("architectures", "dtype")}
     outer = {
-        "architectures": ["OuterForConditionalGeneration"],
+        "architectures": ["LlavaForConditionalGeneration"],
         "hidden_size": 7,
         "torch_dtype": "float16",
         "text_config": {**inner, "architectures": ["LlamaForCausalLM"]},
     }
     found = build(tmp_path, outer)
     assert (found.hidden_size, found.num_layers, found.checkpoint_dtype) == (64, 2, "float16")
-    assert found.architecture == "OuterForConditionalGeneration"
+    assert found.architecture == "LlavaForConditionalGeneration"
     assert found.hf_config.get("intermediate_size") == 128
 
 

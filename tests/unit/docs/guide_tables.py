@@ -60,18 +60,27 @@ def permitted_values(name: str) -> str:
     raise AssertionError(f"{name} accepts anything")
 
 
+def _permits_none(name: str) -> bool:
+    try:
+        SamplingParams(**{name: None})
+    except RequestError:
+        return False
+    return True
+
+
 def _sampling_rows() -> Iterable[Sequence[str]]:
     texts = attribute_help(SamplingParams)
     for field in msgspec.structs.fields(SamplingParams):
         default = field.default.name if field.name == "output_kind" else field.default
-        yield f"`{field.name}`", f"`{default}`", permitted_values(field.name), texts[field.name]
+        none = " or None" if _permits_none(field.name) else ""
+        yield f"`{field.name}`", f"`{default}`", permitted_values(field.name) + none, texts[field.name]
 
 
 def _engine_rows() -> Iterable[Sequence[str]]:
     for setting in EngineArgs.options():
         names = " or ".join(f"`{name}`" for name in (setting.name, *setting.aliases))
         default = "(required)" if setting.name == "model" else f"`{setting.default!r}`"
-        yield names, default, setting.permitted(), setting.help
+        yield names, default, setting.permitted() + (" or None" if setting.nullable else ""), setting.help
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

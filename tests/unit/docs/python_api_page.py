@@ -43,7 +43,7 @@ KINDS = {
     "AsyncLLM": ("AsyncLLM",),
     "EngineArgs": ("EngineArgs",),
     "LLMEngine": ("LLMEngine",),
-    "Errors": ("MvllmError", "RequestError", "ConfigError", "ModelError", "PlatformError"),
+    "Errors": ("MvllmError", "RequestError", "RequestFailedError", "ConfigError", "ModelError", "PlatformError"),
     "Weights": ("SharedMemoryWeights", "WeightTransferGroup", "WeightTransferInfo"),
 }
 """The pages, in the order in which a reader needs them, with their classes."""

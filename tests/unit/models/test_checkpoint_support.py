@@ -38,14 +38,21 @@ def test_a_known_architecture_uses_the_native_class_despite_code_in_the_folder(a
     check_architecture(config(architecture, auto_map={"AutoModelForCausalLM": "modeling.M"}))
 
 
-def test_an_unknown_architecture_is_refused_with_those_that_are_known():
-    with pytest.raises(
-        ModelError, match=r"/m/config\.json: the architecture 'Acme' is not supported.*LlamaForCausalLM"
-    ):
+def test_an_unknown_architecture_is_refused_with_a_few_of_similar_names():
+    with pytest.raises(ModelError, match=r"/m/config\.json: the architecture 'LamaForCausalLM' is not supp") as refused:
+        check_architecture(config("LamaForCausalLM"))
+    assert "similar names: LlamaForCausalLM, Llama4ForCausalLM. The page docs/reference/models.md" in str(refused.value)
+    with pytest.raises(ModelError, match=r"'Acme' is not supported\.") as refused:
         check_architecture(config("Acme"))
+    assert "ForCausalLM" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("trust", "word"), [(False, "without"), (True, "with")])
-def test_a_folders_own_model_code_is_never_run(trust, word):
-    with pytest.raises(ModelError, match=rf"auto_map\), which is not run: {word} trust_remote_code"):
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_folders_own_model_code_is_never_run(trust):
+    with pytest.raises(ModelError, match=r"\(auto_map\) is never run, with or without trust_remote_code"):
         check_architecture(config("Acme", trust_remote_code=trust, auto_map={"AutoModel": "m.M"}))
+
+
+def test_encoders_with_decoders_are_refused_as_such():
+    with pytest.raises(ModelError, match="an encoder with a decoder that attends to it"):
+        check_architecture(config("T5ForConditionalGeneration", is_encoder_decoder=True))

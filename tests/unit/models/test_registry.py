@@ -19,8 +19,8 @@ def test_every_supported_architecture_has_its_class(architecture: str) -> None:
     assert model_class.__name__ == architecture
 
 
-def test_an_unknown_architecture_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(ModelError, match=r"'FooForCausalLM' is not supported\. Supported: .*GPT2LMHeadModel, .*LlamaF"):
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(ModelError, match="'FooForCausalLM' is not supported"):
         resolve_model_class("FooForCausalLM")
 
 

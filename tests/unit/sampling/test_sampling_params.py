@@ -182,7 +182,7 @@ def test_an_error_names_range_and_value():
         SamplingParams(top_p=1.5)
     with pytest.raises(RequestError, match=r"^n must be an integer from 1 to 128; got 'many'$"):
         SamplingParams(n="many")
-    with pytest.raises(RequestError, match=r"^max_tokens must be an integer >= 0 \(in 64 bits\) or None; got -1$"):
+    with pytest.raises(RequestError, match=r"^max_tokens must be an integer >= 0 \(in 64 bits\); got -1$"):
         SamplingParams(max_tokens=-1)
     with pytest.raises(RequestError, match=r"^seed must be .*; got an integer of 16610 bits$"):
         SamplingParams(seed=HUGE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
@@ -19,7 +20,7 @@ from mvllm.engine.metrics.startup_timer import StartupTimer
 from mvllm.engine.metrics.stat_loggers import StatLoggerManager
 from mvllm.engine.metrics.stats import EngineMetrics
 from mvllm.engine.process.core_client_properties import CoreClientProperties
-from mvllm.engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer, load_tokenizer, require_tokenizer_files
 from mvllm.errors import ConfigError
 from mvllm.executor.process.process_utils import gc_paused
 from mvllm.logging import get_logger
@@ -100,6 +101,15 @@ class EngineFrontend(AddedMethods, Generic[Client]):
         self._stat_loggers.close()
 
     @property
+    @abstractmethod
+    def state(self) -> str:
+        """`ready`, `asleep`, `stopped by an error` or `closed`."""
+
+    def __repr__(self) -> str:
+        platform = self.platform_summary.partition(",")[0]
+        return f"{type(self).__name__}({self.config.model.model!r}, platform {platform}, {self.state})"
+
+    @property
     def start_seconds(self) -> dict[str, float]:
         """Seconds per start-up phase, and from the first request to its first token, as in the log."""
         return dict(self._startup_timer.seconds)
@@ -150,12 +160,13 @@ class EngineFrontend(AddedMethods, Generic[Client]):
 
 
 def check_config(config: EngineConfig) -> None:
-    """Checks what needs no platform: architecture, quantization, op providers and logits processors.
+    """Checks what needs no platform: architecture, quantization, tokenizer, op providers and logits processors.
 
     Raises:
         ConfigError, ModelError: One of them is not supported or not installed.
     """
     check_architecture(config.model)
     check_quantization(config.model, config.load.load_format)
+    require_tokenizer_files(config.model)
     check_providers(config.op_providers)
     processor_classes(config.logits_processors)

@@ -17,7 +17,7 @@ import msgspec
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.token_spaces import TokenSpace
 from mvllm.engine.frontend.bad_words import bad_word_token_ids
-from mvllm.engine.frontend.length_advice import longer_sequences
+from mvllm.engine.frontend.length_advice import has_models_length, longer_sequences
 from mvllm.engine.frontend.prompt_items import (
     ITEM_KEYS,
     PreparedItems,
@@ -369,10 +369,11 @@ class InputProcessor:
         if length > limit - self.num_reserved_tokens:
             what = "prompt and output together" if self.num_reserved_tokens else "a prompt"
             and_one = ", and at least one token is to be generated" if self.num_reserved_tokens else ""
-            larger = f", or start the engine with {longer_sequences(self._model)}"
+            can_grow = length > limit and not has_models_length(self._model)
+            larger = f", or start the engine with {longer_sequences(self._model)}" if can_grow else ""
             raise RequestError(
                 f"The prompt has {how}{length} tokens, but {what} may have {limit} (max_model_len){and_one}. "
-                f"Shorten the prompt{larger if length > limit else ''}.",
+                f"Shorten the prompt{larger}.",
                 parameter="prompt",
             )
 

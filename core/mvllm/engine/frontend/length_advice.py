@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from mvllm.config.context_length import derive_context_length
 from mvllm.config.model import ModelConfig
+
+
+def has_models_length(config: ModelConfig) -> bool:
+    """Whether `max_model_len` is the model's own context length, so that no setting makes sequences longer."""
+    length = derive_context_length(config.hf_config)
+    return length is not None and config.max_model_len >= length.num_tokens
 
 
 def longer_sequences(config: ModelConfig) -> str:

@@ -172,3 +172,13 @@ class BeamSearchOutput:
     """
 
     sequences: list[BeamSearchSequence]
+
+
+Failure = tuple[str, str | None]
+"""The message of a failed request, and the parameter that caused it if one did."""
+
+
+def failure_of(output: RequestOutput) -> Failure | None:
+    """Why a finished request has failed; None if no sequence of it has."""
+    failed = next((each for each in output.outputs if each.finish_reason == "error"), None)
+    return None if failed is None else (failed.error or "The request failed.", failed.error_parameter)

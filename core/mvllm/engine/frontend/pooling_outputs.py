@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -82,6 +83,8 @@ class PooledRequestOutput(Generic[_Output]):
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
         finished: True: there is one output.
         metrics: Times of the request's events.
+        error: Why the request failed; its output is then empty. None if it has not.
+        error_parameter: The request parameter that caused the error, if one did.
     """
 
     request_id: str
@@ -91,6 +94,8 @@ class PooledRequestOutput(Generic[_Output]):
     num_cached_tokens: int = 0
     finished: bool = True
     metrics: RequestMetrics | None = None
+    error: str | None = None
+    error_parameter: str | None = None
 
 
 class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
@@ -106,23 +111,38 @@ class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
             RequestError, PlatformError: The request failed in the engine.
             UnavailableError: It was aborted.
         """
+        found = cls.with_error(output)
+        if found.error_parameter is not None:
+            raise RequestError(found.error or "", parameter=found.error_parameter)
+        if found.error is not None:
+            raise PlatformError(found.error)
+        return found
+
+    @classmethod
+    def with_error(cls, output: RequestOutput) -> PoolingRequestOutput:
+        """As `from_request_output`, but the output of a request that failed in the engine is empty and has an `error`.
+
+        Raises:
+            UnavailableError: The request was aborted.
+        """
         [sequence] = output.outputs
+        error = None
         if output.pooled is None:
             if sequence.finish_reason == "abort":
                 raise UnavailableError(f"The request {output.request_id!r} was aborted before its output was computed.")
-            message = sequence.error or "The engine returned no pooled output for the prompt."
-            if sequence.error_parameter is not None:
-                raise RequestError(message, parameter=sequence.error_parameter)
-            raise PlatformError(message)
-        data = np.frombuffer(output.pooled, "<f4")
+            error = sequence.error or "The engine returned no pooled output for the prompt."
+        data = np.frombuffer(output.pooled or b"", "<f4")
+        each_token = output.pooled_each_token and error is None
         return cls(
             output.request_id,
-            PoolingOutput(data.reshape(len(output.prompt_token_ids), -1) if output.pooled_each_token else data),
+            PoolingOutput(data.reshape(len(output.prompt_token_ids), -1) if each_token else data),
             output.prompt,
             output.prompt_token_ids,
             output.num_cached_tokens,
             output.finished,
             output.metrics,
+            error,
+            sequence.error_parameter,
         )
 
 
@@ -156,20 +176,11 @@ class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
     @classmethod
     def from_base(cls, output: PoolingRequestOutput) -> ScoringRequestOutput:
         """The same output as one score."""
-        [score] = output.outputs.data.tolist()
+        score = math.nan if output.error is not None else float(output.outputs.data.item())
         return cls(*_replace_output(output, ScoringOutput(score)))
 
 
-def _replace_output(
-    output: PoolingRequestOutput, outputs: _Output
-) -> tuple[str, _Output, str | None, list[int], int, bool, RequestMetrics | None]:
+def _replace_output(output: PoolingRequestOutput, outputs: _Output) -> tuple[Any, ...]:
     """The fields of `output`, with other `outputs`."""
-    return (
-        output.request_id,
-        outputs,
-        output.prompt,
-        output.prompt_token_ids,
-        output.num_cached_tokens,
-        output.finished,
-        output.metrics,
-    )
+    values = {field.name: getattr(output, field.name) for field in fields(output)} | {"outputs": outputs}
+    return tuple(values.values())

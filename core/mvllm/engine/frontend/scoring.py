@@ -12,6 +12,7 @@ token of the second one, summed up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -108,13 +109,16 @@ class ScoringRequests:
         found = []
         for a, b in self.pairs:
             one, other = answers[a], answers[b]
+            failed = next((each for each in (one, other) if each.error is not None), None)
             found.append(
                 ScoringRequestOutput(
                     other.request_id,
-                    ScoringOutput(similarity(one.outputs.data, other.outputs.data)),
+                    ScoringOutput(math.nan if failed else similarity(one.outputs.data, other.outputs.data)),
                     None,
                     one.prompt_token_ids + other.prompt_token_ids,
                     one.num_cached_tokens + other.num_cached_tokens,
+                    error=None if failed is None else failed.error,
+                    error_parameter=None if failed is None else failed.error_parameter,
                 )
             )
         return found

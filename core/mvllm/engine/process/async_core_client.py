@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.core.checkpoint_check import check_checkpoints
 from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, OnSleep, start_all
 from mvllm.engine.process.core_client_properties import CoreClientProperties
@@ -116,4 +117,6 @@ def resolve_server_config(config: EngineConfig, chosen: ChosenPlatform) -> Engin
             "A server's engine core runs in a process of its own: engine_core_process=False and "
             "distributed_executor_backend='external_launcher' are for offline use. Leave them unset."
         )
-    return resolve_config(config, chosen.platform)
+    resolved = resolve_config(config, chosen.platform)
+    check_checkpoints(resolved, chosen.platform)
+    return resolved

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
+from mvllm.engine.core.checkpoint_check import check_checkpoints
 from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.engine.core.engine_core import EngineCore
 from mvllm.engine.core.worker_environment import worker_environment
@@ -73,6 +74,7 @@ def make_client(
             "are for a server. Set it to 1, or start several processes."
         )
     resolved = resolve_config(config, chosen.platform)
+    check_checkpoints(resolved, chosen.platform)
     if _uses_core_process(resolved.parallel):
         from mvllm.engine.process.sync_mp_client import SyncMPClient  # imports ZeroMQ, which no other path needs
 

@@ -432,7 +432,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     folder = Path(config.tokenizer)
     plain, template = None, None
     if folder.is_dir():
-        _require_files(folder)
+        require_tokenizer_files(config)
         check_tokenizer_expansion(folder / "tokenizer.json")
         settings, model = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
         plain = read_tokenizer_json(folder, settings, model, is_complete=is_derived_folder(folder))
@@ -505,11 +505,17 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}  # transformers reports the error
 
 
-def _require_files(folder: Path) -> None:
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+def require_tokenizer_files(config: ModelConfig) -> None:
+    """Checks that the folder of the tokenizer has one.
+
+    Raises:
+        ModelError: It has none of TOKENIZER_FILES.
+    """
+    folder = None if config.tokenizer is None else Path(config.tokenizer)
+    if folder is not None and folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(
             f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there. Copy the tokenizer's files "
-            "into it, name another folder with tokenizer=..., or pass skip_tokenizer_init=True and work with token ids."
+            "into it, or name a folder or model that has them with tokenizer='FOLDER'."
         )
 
 
@@ -518,7 +524,7 @@ def _load_error(config: ModelConfig, folder: Path | None, error: Exception) -> M
     where = f"{folder} (files: {', '.join(found)})" if folder else repr(config.tokenizer)
     hint = ""
     if "trust_remote_code" in str(error):
-        hint = " Its code runs only with trust_remote_code=True, which you should pass only if you trust it."
+        hint = " It has code of its own, which runs only with trust_remote_code=True. Set that only if you trust it."
     return ModelError(f"The tokenizer of {where} cannot be loaded: {plain_reason(error)}.{hint}")
 
 

@@ -50,7 +50,7 @@ def check_tokenizer_expansion(path: Path) -> None:
             raise ModelError(
                 f"{path}: its steps can expand one character of the {part} to {times:.4g} characters or tokens, but "
                 f"{MAX_EXPANSION} are allowed: a short text could use all memory. Check the origin of the tokenizer, "
-                "or set tokenizer=... to another folder."
+                "or name another folder with tokenizer='FOLDER'."
             )
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from mvllm import plugin_groups
 from mvllm.entrypoints.cli.help import subcommands
+from mvllm.entrypoints.cli.option_words import in_options, option_names
+from mvllm.errors import MvllmError
+
+_KINDS = {int: "an integer", float: "a number"}
 
 
 class CommandLineParser(argparse.ArgumentParser):
@@ -26,7 +31,21 @@ class CommandLineParser(argparse.ArgumentParser):
             if "--tensor-parallel-size" in parser._option_string_actions:  # a command with the engine's settings
                 missing = plugin_groups.missing_part_of(plugin_groups.FOREIGN_KEYWORDS)
                 message += f".{missing}" if missing and not message.endswith("?") else missing
+        message = in_options(message, option_names(parser, self.arguments))
         self.exit(2, f"{parser.prog}: error: {message}\n`{parser.prog} --help` lists the options.\n")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """The value of an argument. Its errors say what the option takes, not which function has read it."""
+        convert = self._registry_get("type", action.type, action.type)
+        try:
+            return convert(arg_string)
+        except argparse.ArgumentTypeError as e:
+            text = str(e)
+        except MvllmError as e:
+            text = str(e).removesuffix(".")
+        except (TypeError, ValueError):
+            text = f"must be {_KINDS.get(convert, 'another value')}, found {arg_string!r}"
+        raise argparse.ArgumentError(action, text)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Raises ArgumentError with the nearest choice if `value` is not one of the choices."""
@@ -37,9 +56,10 @@ class CommandLineParser(argparse.ArgumentParser):
             text = f"unknown {str(action.metavar or 'command').lower()} {value!r}"
         else:
             text = f"invalid choice: {value!r} (choose from {', '.join(known)})"
+        hint = getattr(action, "hints", {}).get(str(value).lower())
         raise argparse.ArgumentError(
             None if isinstance(action, argparse._SubParsersAction) else action,
-            f"{text}.{did_you_mean(str(value), known)}",
+            f"{text}. {hint}" if hint else f"{text}.{did_you_mean(str(value), known)}",
         )
 
 
@@ -82,9 +102,15 @@ def check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` Did you mean ...?` with the most similar known word; empty if none is similar."""
-    nearest = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean {nearest[0]}?" if nearest else ""
+    """` Did you mean ...?` with the most similar known word; empty if none is similar.
+
+    Dashes at the beginning do not count, and numbers have to be equal: `float8` is not `float`, nor `--json` `--stop`.
+    """
+    names = {name.lstrip("-"): name for name in known}
+    numbers = re.findall(r"\d+", word)
+    comparable = [name for name in names if re.findall(r"\d+", name) == numbers]
+    similar = difflib.get_close_matches(word.lstrip("-").lower(), comparable, n=1)
+    return f" Did you mean {names[similar[0]]}?" if similar else ""
 
 
 def shorten_usage(parser: argparse.ArgumentParser) -> None:

@@ -45,7 +45,7 @@ _NOT_SAMPLING_OPTIONS = {
     "token_space",  # a terminal shows text
 }
 _NOT_ENGINE_OPTIONS = {"skip_tokenizer_init"}
-_OPTIONS_OF_COMMANDS = {"served_model_name", "otlp_traces_endpoint", "reasoning_parser"}
+_OPTIONS_OF_COMMANDS = {"chat_template", "otlp_traces_endpoint", "reasoning_parser", "served_model_name"}
 
 
 def add_engine_arguments(

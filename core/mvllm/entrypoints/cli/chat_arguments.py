@@ -13,7 +13,7 @@ from mvllm.entrypoints.parsers.registry import (
     reasoning_parser_names,
     tool_parser_names,
 )
-from mvllm.errors import ConfigError
+from mvllm.errors import ConfigError, plain_reason
 
 
 def add_chat_template_argument(group: Any) -> None:
@@ -73,4 +73,4 @@ def load_chat_template(given: str | None) -> str | None:
     try:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as e:
-        raise ConfigError(f"The chat template {given!r} cannot be read: {e}") from e
+        raise ConfigError(f"The chat template {given!r} cannot be read: {plain_reason(e)}.") from e

@@ -22,6 +22,7 @@ from mvllm import plugin_groups
 from mvllm.config.engine_config import ParallelConfig
 from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.fork_runner import ForkResult, run_in_fork
+from mvllm.entrypoints.cli.option_words import engine_options, in_options
 from mvllm.entrypoints.cli.platforms import installed_plugins
 from mvllm.errors import MvllmError, PlatformError
 from mvllm.installable import (
@@ -539,9 +540,7 @@ def _model(model: str) -> Checks:
     try:
         config = EngineArgs.from_kwargs(model=model).create_model_config()
     except MvllmError as e:
-        yield Check(
-            "model.folder", CheckStatus.BROKEN, str(e), "pass a folder written by save_pretrained(), or a GGUF file"
-        )
+        yield Check("model.folder", CheckStatus.BROKEN, in_options(str(e), engine_options()), "see the message")
         return
     found = f"{config.path}: {config.architecture}, {config.num_layers} layers, context {config.max_model_len:,}"
     yield Check("model.folder", CheckStatus.OK, found)
@@ -574,4 +573,5 @@ def _model(model: str) -> Checks:
         try:
             yield Check(f"model.{name}", CheckStatus.OK, action())
         except MvllmError as e:
-            yield Check(f"model.{name}", CheckStatus.BROKEN, str(e), "see the message")
+            found = in_options(str(e), engine_options())
+            yield Check(f"model.{name}", CheckStatus.BROKEN, found, "see the message")

@@ -15,6 +15,7 @@ from mvllm.entrypoints.cli.argument_parser import CommandLineParser, check_model
 from mvllm.entrypoints.cli.config_file import expand_config
 from mvllm.entrypoints.cli.help import add_help_about, expand_help, list_groups
 from mvllm.entrypoints.cli.option_spellings import as_declared
+from mvllm.entrypoints.cli.option_words import engine_options, in_options, option_names
 from mvllm.entrypoints.shutdown_signals import exit_on_signals, exit_program, exits_on_signals
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.logging import configure_logging, get_logger
@@ -81,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str | None, arguments: list[str], *, is_program: bool) -> int:
     module: ModuleType | None = None
+    options: Mapping[str, str] = {}
     try:
         installed = {} if name in COMMANDS else installed_commands()
         if name in COMMANDS or name in installed:
@@ -94,7 +96,9 @@ def _run(name: str | None, arguments: list[str], *, is_program: bool) -> int:
         command, rest = find_subcommand(parser, arguments)
         arguments = [*arguments[: len(arguments) - len(rest)], *as_declared(command, rest)]
         parser.arguments = arguments
-        args = parser.parse_args(expand_config(parser, arguments))
+        arguments = expand_config(parser, arguments)
+        options = option_names(command, arguments)
+        args = parser.parse_args(arguments)
         check_model(command, args)
         configure_logging(default=getattr(module, "LOG_LEVEL", "INFO"))
         _warn_about_environment()
@@ -103,7 +107,7 @@ def _run(name: str | None, arguments: list[str], *, is_program: bool) -> int:
         sys.stdout.flush()
         return status
     except MvllmError as e:
-        return _fail(str(e))
+        return _fail(in_options(str(e), {**engine_options(), **options}))
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED

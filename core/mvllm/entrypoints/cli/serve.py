@@ -30,7 +30,7 @@ from mvllm.entrypoints.cli.serve_extensions import Serve, ServeCommand, add_exte
 from mvllm.entrypoints.openai.server.authentication import KeyLimits, read_api_keys, read_key_limits
 from mvllm.entrypoints.openai.server.settings import ServerSettings, UnknownFieldsPolicy
 from mvllm.entrypoints.root_plugins import add_plugin_arguments, hold_plugins, plugin_settings, root_plugins
-from mvllm.errors import ConfigError
+from mvllm.errors import ConfigError, ModelError
 from mvllm.installation import install_command
 
 KEY_VARIABLE = "MVLLM_API_KEY"
@@ -309,7 +309,25 @@ def _model(args: argparse.Namespace, settings: ServerSettings) -> tuple[EngineAr
     settings = replace(settings, **_settings_of_model(args))
     if settings.lora_modules and not engine.enable_lora:
         raise ConfigError("--lora-modules needs --enable-lora. Add it, or leave --lora-modules out.")
+    _check_adapters(settings.lora_modules, engine.max_lora_rank)
     return engine, settings
+
+
+def _check_adapters(modules: Sequence[tuple[str, str]], max_rank: int) -> None:
+    """Reads the descriptions of adapters, before the model is loaded.
+
+    Raises:
+        ConfigError: One cannot be used.
+    """
+    if not modules:
+        return
+    from mvllm.models.peft_adapter import read_peft_adapter
+
+    for name, path in modules:
+        try:
+            read_peft_adapter(path, max_rank)
+        except ModelError as e:
+            raise ConfigError(f"--lora-modules {name}={path}: {e}") from e
 
 
 def _engine(args: argparse.Namespace) -> EngineArgs:

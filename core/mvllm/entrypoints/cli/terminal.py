@@ -6,32 +6,63 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+from mvllm.config.model import ModelConfig
+from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.llm_engine import LLMEngine
+from mvllm.engine.tokenizer.tokenizer import load_tokenizer
+from mvllm.entrypoints.chat_template import NO_CHAT_TEMPLATE, read_chat_template
 from mvllm.entrypoints.cli.arguments import engine_args, sampling_params
 from mvllm.entrypoints.llm import LLM
 from mvllm.entrypoints.step_loop import stream_request
 from mvllm.entrypoints.thinking_defaults import with_thinking_tags
+from mvllm.errors import ModelError
+from mvllm.logging import configure_logging
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.progress import show_status
 
 
 @contextlib.contextmanager
-def open_llm(args: argparse.Namespace) -> Iterator[tuple[LLM, SamplingParams]]:
+def open_llm(
+    args: argparse.Namespace, check_model: Callable[[ModelConfig], None] = lambda model: None
+) -> Iterator[tuple[LLM, SamplingParams]]:
     """The model and the sampling parameters that a command line asks for. The engine ends with the context.
+
+    Args:
+        check_model: Raises a MvllmError if the model is not for the command. Called before it is loaded.
 
     Raises:
         MvllmError: An option is invalid, or the model cannot be loaded.
     """
     settings = engine_args(args)
     sampling_params(args, SamplingParams())  # rejects invalid values before the model is loaded
+    configure_logging()
+    config = requested_config(settings)
+    check_model(config.model)
     with show_status(f"Loading {settings.model}"):
-        llm = LLM.from_engine_args(settings)
+        llm = LLM._from_config(config)
     with llm:
         params = sampling_params(args, llm.get_default_sampling_params())
         yield llm, with_thinking_tags(params, llm.llm_engine.config.model)
+
+
+def require_chat_template(model: ModelConfig) -> None:
+    """Checks that a model has a chat template. Loads its tokenizer only if no file has one.
+
+    Raises:
+        ModelError: It has none, or no tokenizer.
+    """
+    if model.tokenizer is not None and read_chat_template(Path(model.tokenizer)) is not None:
+        return
+    tokenizer = load_tokenizer(model)
+    if tokenizer is None or getattr(tokenizer.template_renderer, "chat_template", None) is None:
+        raise ModelError(
+            f"{NO_CHAT_TEMPLATE} Give one with --chat-template, or continue a text with `mvllm complete` or "
+            "`mvllm generate`."
+        )
 
 
 class ThroughputCounter:

@@ -355,7 +355,8 @@ class RerankResponse(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A name that requests may use. `max_model_len` is null while the model is being loaded."""
+    """A name that requests may use. While the model is being loaded, `max_model_len` is null and the last three fields,
+    what the model can do, what prompts may contain and messages to begin with, are left out."""
 
     id: str
     object: Literal["model"]
@@ -364,6 +365,9 @@ class ModelCard(TypedDict):
     root: str
     parent: str | None
     max_model_len: int | None
+    capabilities: NotRequired[list[Literal["chat", "completion", "tools", "reasoning", "embedding"]]]
+    input_modalities: NotRequired[list[Literal["text", "image", "audio", "video"]]]
+    example_messages: NotRequired[list[str | list[dict[str, Any]]]]
 
 
 class ModelList(TypedDict):

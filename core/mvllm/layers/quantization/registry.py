@@ -58,8 +58,8 @@ def quantization_method(config: ModelConfig) -> QuantizationMethod | None:
     if not method.quantizes_on_load:
         raise ConfigError(
             f"quantization is {config.quantization!r}, which is a way to store weights, but {config.hf_config.source} "
-            "names no quantization: the checkpoint is not quantized. Leave quantization out, or quantize while loading "
-            "with quantization='int8' or 'int4'."
+            "names no quantization: the checkpoint is not quantized. Leave it out, or quantize while loading "
+            "with quantization='int8' or quantization='int4'."
         )
     return _made(method, HFConfig({}, f"quantization={config.quantization!r}"))
 
@@ -93,7 +93,7 @@ def _resolve(name: str, stored_as: str | None) -> type[QuantizationMethod]:
     if source is None:
         if stored_as is None:
             raise ConfigError(
-                f"quantization is {name!r}, which is no method that there is: {', '.join(supported_methods())}."
+                f"quantization is {name!r}, and there is no such method. The methods: {', '.join(supported_methods())}."
             )
         raise ModelError(
             f"{stored_as}: the checkpoint is quantized by the method {name!r}, which is not supported. Supported: "

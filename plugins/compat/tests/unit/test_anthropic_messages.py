@@ -223,7 +223,7 @@ DEEP = json.loads("[" * 300 + "]" * 300)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages is missing"),
     ({"messages": []}, "messages is missing"),
-    ({"messages": 5}, "messages: Expected"),
+    ({"messages": 5}, "messages must be an array or null, found an integer"),
     ({"messages": [{"role": [], "content": "x"}]}, r"messages[0].role"),
     ({"messages": [{"role": "user"}]}, r"messages[0].content must be"),
     ({"messages": [{"role": "user", "content": [5]}]}, r"messages[0].content[0] must be an object"),
@@ -240,7 +240,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens is missing"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 2**70}, "max_tokens"),
-    ({"max_tokens": "many"}, "max_tokens: Expected"),
+    ({"max_tokens": "many"}, "max_tokens must be an integer"),
     ({"temperature": -1}, "temperature"),
     ({"stop_sequences": [""]}, "stop"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),

@@ -60,8 +60,8 @@ def tokenizer_files(model: GGUFModel) -> dict[str, bytes]:
         return _tokenizer_files(model)
     except ModelError as e:
         raise ModelError(
-            f"{e} Or pass tokenizer=... with a Hugging Face folder or name that has the tokenizer, for instance of the "
-            "model from which the file was converted: then that in the file is not used."
+            f"{e} Or name a Hugging Face folder or model that has the tokenizer with tokenizer='FOLDER', for instance "
+            "the model from which the file was converted: then that in the file is not used."
         ) from e
 
 

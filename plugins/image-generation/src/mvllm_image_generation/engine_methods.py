@@ -24,7 +24,9 @@ from mvllm.extension_api.engine import (
     PromptType,
     SamplingParams,
     as_prompt_list,
+    failure_of,
     one_per_prompt,
+    raise_failures,
 )
 from mvllm_image_generation.image_params import ImageParams
 from mvllm_image_generation.outputs import GeneratedImage, ImageRequestOutput
@@ -110,7 +112,8 @@ class Images:
 
         Raises:
             RequestError: The model generates no images, or a prompt or parameter is invalid, and no prompt was
-                processed; or see `raise_on_error`.
+                processed.
+            RequestFailedError: See `raise_on_error`.
             EngineDeadError: The engine has failed or was closed.
         """
         engine = self._llm.llm_engine
@@ -125,12 +128,14 @@ class Images:
             use_tqdm=use_tqdm,
             priority=priority,
             lora_request=lora_request,
-            raise_on_error=raise_on_error,
+            raise_on_error=False,
         )
         outputs = [requests.output(output, one) for output, one in zip(finished, chosen, strict=True)]
         wanted = [image for output, one in zip(outputs, chosen, strict=True) if one.decode for image in output.images]
         for batch in decode_batches(wanted):
             set_pixels(batch, engine.call_model(DECODE, encode_codes(batch)), requests.format.scale)
+        if raise_on_error:
+            raise_failures(outputs, map(failure_of, finished))
         return outputs
 
     def decode(self, codes: ArrayLike, *, height: int | None = None, width: int | None = None) -> np.ndarray:

@@ -103,16 +103,18 @@ class ModelsReader:
     def _entry(self, name: str, given: Mapping[str, Any], where: str) -> ModelEntry:
         given = {key: value for key, value in given.items() if value is not None}
         own = {key: given[key] for key in _OWN if key in given}
+        if unknown := [key for key in given if key not in _OWN and key not in self._table]:
+            raise ConfigError(self._unknown(where, unknown[0]))
+        if "model" not in own:
+            raise ConfigError(f"{where} names no model. Add `model:` with a folder, a GGUF file or a name on the hub.")
         namespace = copy.copy(self._command.args)
         namespace.model = _text(own.get("model"), f"{where}: model")
         arguments: list[str] = []
         for key, value in given.items():
             if key in _OWN:
                 continue
-            if (action := self._table.get(key)) is None:
-                raise ConfigError(self._unknown(where, key))
             try:
-                arguments += as_arguments(action, value)
+                arguments += as_arguments(self._table[key], value)
             except (ValueError, TypeError, argparse.ArgumentTypeError) as e:
                 raise ConfigError(f"{where}: {key.replace('_', '-')}: {e}") from e
         namespace = self._parser.parse_args(arguments, namespace)

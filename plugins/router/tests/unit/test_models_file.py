@@ -73,7 +73,7 @@ def test_toml_has_the_same_entries(tmp_path: Path) -> None:
         ("models: {}", "must have `models`"),
         ("model: {a: demo}", "found model"),
         ("[", "is not YAML"),
-        ("models: {a: {}}", "models: a: model: must be a text, found None"),
+        ("models: {a: {}}", "models: a names no model"),
         ("models: {a: [demo]}", "models: a: must be options of a model"),
         (
             "models: {a: {model: demo, port: 80}}",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mvllm.extension_api import ConfigError, MvllmError, RequestError, SamplingParams
-from mvllm.extension_api.cli import EngineArgs
+from mvllm.extension_api.cli import EngineArgs, plain_reason
 from mvllm.extension_api.openai_client import (
     API_KEY_VARIABLE,
     DONE,
@@ -169,7 +169,10 @@ class RemoteModel:
                 if response.status_code != 200:
                     body_text = b"".join(response.iter_raw())
             except httpx2.HTTPError as e:
-                raise MvllmError(f"{self._url} does not answer: {type(e).__name__}: {e}") from e
+                raise MvllmError(
+                    f"{self._url} does not answer: {plain_reason(e)}. Start a server there with `mvllm serve MODEL`, "
+                    "or check --url."
+                ) from e
             if response.status_code != 200:
                 raise RequestError(f"{self._url} answers with status {response.status_code}: {error_text(body_text)}")
             yield response

@@ -131,7 +131,7 @@ def test_a_list_of_models_that_breaks_off_or_is_empty_is_an_error(body, capsys):
         (["complete", "--url", "http://h:port", "--prompt", "x"], "http://h:port"),
         (["chat", "--url", "http://h:1", "--max-model-len", "9"], "--max-model-len is a setting of an engine"),
         (["chat", "--url", "http://h:1", "--chat-template", "{}"], "--chat-template is for an engine"),
-        (["complete", "--url", "http://h:1", "--top-p", "2"], "top_p"),
+        (["complete", "--url", "http://h:1", "--top-p", "2"], "--top-p must be"),
         (["complete", "--prompt", "x"], "--model, or a running server with --url"),
         (["chat"], "--model, or a running server with --url"),
     ],

@@ -11,7 +11,7 @@ from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.input_processor import check_num_chars_to_truncate
 from mvllm.engine.frontend.prompt_items import refuse_truncation
 from mvllm.entrypoints.chat_items import Items, num_rendered_chars, placeholder_texts, rendered_prompt, take_items
-from mvllm.entrypoints.chat_template import RENDERED_SETTINGS
+from mvllm.entrypoints.chat_template import NO_CHAT_TEMPLATE, RENDERED_SETTINGS
 from mvllm.entrypoints.openai.common.errors import renamed_fields
 from mvllm.entrypoints.openai.common.tokenizer_pool import MAX_TEMPLATE_LENGTH, TokenizerPool
 from mvllm.entrypoints.openai.protocol import (
@@ -36,6 +36,10 @@ _THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Variables by which chat templates switch the reasoning on and off; each template knows one of them."""
 
 
+_WITHOUT_TEMPLATE = (
+    "Start the server with --chat-template, or send a whole prompt to a route without messages, such as "
+    "/v1/completions."
+)
 _ITEM_FIELDS = {"multi_modal_data": "messages", "prompt": "messages"}
 """Errors of items name the field that has them."""
 
@@ -96,7 +100,12 @@ class ChatPromptRenderer:
         Raises:
             RequestError: The conversation or the template is not acceptable.
         """
-        text, items, cut_at = await self._render_text(request)
+        try:
+            text, items, cut_at = await self._render_text(request)
+        except RequestError as e:
+            if not str(e).startswith(NO_CHAT_TEMPLATE):
+                raise
+            raise RequestError(f"{NO_CHAT_TEMPLATE} {_WITHOUT_TEMPLATE}", parameter="messages") from e
         if items:
             return await self._expand(text, items, request, cut_at)
         return await self._tokenizer_pool.run(lambda: self._tokenize(text, request), len(text))

@@ -171,10 +171,12 @@ class EngineRequests:
     def error_of(self, sequence: CompletionOutput) -> Exception:
         """The error to raise for a sequence that failed. Logs its cause."""
         if sequence.error_parameter is not None:
-            field = sequence.error_parameter
+            field, message = sequence.error_parameter, sequence.error or ""
             if self._constraint is not None and field == "structured_outputs":
                 field = self._constraint.field
-            return RequestError(sequence.error or "", parameter=field)
+                if message.startswith("structured_outputs:"):
+                    message = field + message.removeprefix("structured_outputs")
+            return RequestError(message, parameter=field)
         logger.error("The engine could not finish a request: %s", sequence.error)
         return APIError(500, "The engine could not finish the request; see the server's log.", code="engine_error")
 

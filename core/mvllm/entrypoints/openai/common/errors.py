@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -73,13 +74,17 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     return msgspec.json.encode({"error": {"message": clean, "type": kind, "param": param, "code": code}})
 
 
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null", "a dict": "an object"}
+_PYTHON_WORDS = re.compile(rf"(?<![\w'\"])(?:{'|'.join(_JSON_WORDS)})(?![\w'\"])")
+
+
 def to_api_error(error: BaseException) -> APIError:
     """The error that a client gets for an exception. Logs exceptions whose text it does not get."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if "max_model_len" in str(error) and error.parameter in _PROMPTS else None
-        return APIError(400, str(error), param=error.parameter, code=code)
+        return APIError(400, in_json(str(error)), param=error.parameter, code=code)
     if isinstance(error, UnavailableError):
         retry_after = math.ceil(error.retry_after)
         if isinstance(error, QueueFullError):
@@ -92,6 +97,11 @@ def to_api_error(error: BaseException) -> APIError:
         return APIError(400, "The body is nested too deeply.")
     logger.error("A request failed.", exc_info=error)
     return APIError(500, "An internal error occurred; see the server's log.", code="internal_error")
+
+
+def in_json(message: str) -> str:
+    """A message with JSON's words for values where it has Python's, except in quoted texts."""
+    return _PYTHON_WORDS.sub(lambda match: _JSON_WORDS[match[0]], message)
 
 
 @contextlib.contextmanager

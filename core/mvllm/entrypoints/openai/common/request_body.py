@@ -45,6 +45,17 @@ _SMALL_BODIES = re.compile(
 )
 """Paths whose bodies have a few short fields: SMALL_BODY_BYTES are read at most."""
 
+_WRONG_TYPE = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
+_TYPE_WORDS = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "null": "null",
+    "array": "an array",
+    "object": "an object",
+}
+"""msgspec's names of types, in JSON's words."""
 _PATH = re.compile(r" - at `\$((?:\.\w+|\[[.\w]*\])+)`$")
 
 
@@ -357,4 +368,11 @@ def field_type_error(text: str, within: str = "") -> APIError:
         return APIError(400, f"{within or 'The body'} is not acceptable: {text}.", param=within or None)
     path = f"{within}{match[1]}" if within else match[1].lstrip(".")
     field = re.split(r"[.\[]", path)[0]
-    return APIError(400, f"{path}: {text[: match.start()].replace('`', '')}.", param=field)
+    reason = text[: match.start()]
+    types = _WRONG_TYPE.fullmatch(reason)
+    if types is not None and {*types[1].split(" | "), types[2]} <= _TYPE_WORDS.keys():
+        expected = [_TYPE_WORDS[each] for each in types[1].split(" | ")]
+        found = "a decimal number" if types[2] == "float" else _TYPE_WORDS[types[2]]
+        listed = " or ".join(filter(None, (", ".join(expected[:-1]), expected[-1])))
+        return APIError(400, f"{path} must be {listed}, found {found}.", param=field)
+    return APIError(400, f"{path}: {reason.replace('`', '')}.", param=field)

@@ -15,7 +15,7 @@ import psutil  # type: ignore[import-untyped]
 from mvllm.entrypoints.openai.server.connections import raise_descriptor_limit
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit
-from mvllm.errors import ConfigError
+from mvllm.errors import ConfigError, plain_reason
 
 _BACKLOG = 2048
 
@@ -54,7 +54,7 @@ def listen_tcp(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as e:
-        raise ConfigError(f"--host {host!r} has no address to listen on: {e}") from e
+        raise ConfigError(f"--host {host!r} has no address to listen on: {plain_reason(e)}.") from e
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

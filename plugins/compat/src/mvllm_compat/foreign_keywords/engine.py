@@ -19,7 +19,7 @@ def _list(instead: str, same: tuple[Any, ...] = ()) -> ForeignKeyword:
 _KINDS = "The model's files decide what it can do: one engine answers generation and pooling requests."
 _PLATFORM = "The platform plugin decides this."
 _ENCODERS = "Each tensor-parallel rank holds the whole encoder."
-_SPECULATIVE = "Pass speculative_config={'method': ..., 'num_speculative_tokens': ...}."
+_SPECULATIVE = 'Give speculative_config, a JSON object: {"method": "ngram", "num_speculative_tokens": 4}.'
 _SERVER = "Give this to the server: `mvllm serve --help`."
 _REPLICAS = "Engine cores are processes of this machine; distributed_executor_backend='ray' uses workers on several."
 _MACHINE = "Workers are processes of this machine; distributed_executor_backend='ray' uses several."
@@ -153,10 +153,10 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     # compilation and device
     "device": ForeignKeyword("The setting `platform` chooses the platform plugin.", ("auto",)),
     "compilation_config": ForeignKeyword(
-        "The platform decides what it captures or compiles; enforce_eager=True turns it off.", ({},)
+        "The platform decides what it captures or compiles; enforce_eager turns it off.", ({},)
     ),
     "optimization_level": ForeignKeyword(
-        "The platform decides what it captures or compiles; enforce_eager=True turns it off."
+        "The platform decides what it captures or compiles; enforce_eager turns it off."
     ),
     "max_seq_len_to_capture": ForeignKeyword(_PLATFORM),
     "max_context_len_to_capture": ForeignKeyword(_PLATFORM),
