@@ -26,6 +26,7 @@ from mvllm import (
     PlatformError,
     PoolingParams,
     RequestError,
+    RequestFailedError,
     RequestOutputKind,
     SamplingParams,
     SharedMemoryWeights,
@@ -200,6 +201,14 @@ def example_RequestError(llm: LLM) -> None:
         llm.generate("Once upon a time", SamplingParams(top_p=2.0))
     except RequestError as e:
         print(e.parameter, e)  # top_p ...
+
+
+def example_RequestFailedError(llm: LLM) -> None:
+    broken = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(regex="(unclosed"))
+    try:
+        llm.generate(["Once upon a time", "A number: "], [SamplingParams(max_tokens=8), broken])
+    except RequestFailedError as e:
+        print(e, [output.error for output in e.outputs])  # the first output is complete, its error None
 
 
 def example_ConfigError() -> None:

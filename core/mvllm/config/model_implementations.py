@@ -18,7 +18,6 @@ from typing import Any
 from mvllm import plugin_groups
 from mvllm.config.families import find_architecture, is_native
 from mvllm.config.hf_config import HFConfig
-from mvllm.errors import ConfigError
 from mvllm.installable import missing_part
 
 FALLBACK = "transformers"
