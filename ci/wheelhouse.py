@@ -1,8 +1,10 @@
 """Builds the wheelhouse: a folder with everything that an installation of mvllm takes from the project.
 
     python3 ci/dev.py build                       into dist/; options: ci/dev.py build --help
-    python3 ci/wheelhouse.py check FOLDER         checks one: hashes, versions, requirements files
+    python3 ci/wheelhouse.py check FOLDER         checks one: hashes, versions, requirements files; --tag v0.9.0: that
+                                                  it is of this version
     python3 ci/wheelhouse.py wheels FOLDER        whether every Python and system has the wheels that the files name
+    python3 ci/wheelhouse.py pack FOLDER OUT      what a release is made of: an archive, the notes, files for an index
 
     *.whl                the distributions of this repository that users install
     cpu.txt, cuda.txt …  one requirements file for each platform; ray.txt adds the executor for Ray
@@ -23,6 +25,7 @@ import os
 import re
 import shutil
 import sys
+import tarfile
 import tempfile
 import tomllib
 import urllib.error
@@ -58,6 +61,13 @@ TORCH_INDEX = "https://download.pytorch.org/whl"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 SYSTEMS = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin")
 EXTRAS = "completion,images,mcp,multimodal,otel"
+VALIDATION = """
+import pathlib, sys
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+fault = JsonStrictValidator(SchemaVersion.V1_6).validate_str(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"))
+sys.exit(str(fault) if fault else 0)
+"""
 LEFT_OUT = shutil.ignore_patterns("build", "dist", "*.egg-info", "tests", "__pycache__", ".*", "*.so")
 
 
@@ -120,7 +130,7 @@ def build(projects: Sequence[Path], torch_index: str, *, out: Path = DIST, compi
     copies = {name_of(project): copy_project(project, sources) for project in projects}
     versions = {name: version_of(folder) for name, folder in copies.items()}
     agree(versions)
-    steps = Steps(RELEASE, total=2 * len(copies) + len(TARGETS))
+    steps = Steps(RELEASE, total=2 * len(copies) + len(TARGETS) + 1)
     backend = [RELEASE.python, "-m", "build", "--no-isolation"]
     for name, folder in copies.items():
         steps.run(f"{name}, sources", [*backend, "--sdist", "--outdir", staged / SOURCE, folder])
@@ -140,6 +150,7 @@ def build(projects: Sequence[Path], torch_index: str, *, out: Path = DIST, compi
     (staged / COMPONENTS).write_text(wheelhouse_page.components(own, pins_of(staged)), encoding="utf-8")
     page = wheelhouse_page.page(own, torch.version, torch.find_links is not None, source_url())
     (staged / PAGE).write_text(page, encoding="utf-8")
+    steps.run("components against CycloneDX's schema", [RELEASE.python, "-c", VALIDATION, staged / COMPONENTS])
     write_manifest(staged)
     check(staged)
     replace(staged, out)
@@ -377,17 +388,52 @@ def check_wheels(folder: Path) -> int:
     return int(failed)
 
 
+def pack(folder: Path, out: Path) -> None:
+    """Writes what a release is made of.
+
+        OUT/mvllm-VERSION-wheelhouse.tar.gz    the wheelhouse, without wheels of others
+        OUT/notes.md                           the section of this version in CHANGELOG.md
+        OUT/distributions/                     wheels and source archives, for an index that has the project's names
+
+    Raises:
+        StepFailed: CHANGELOG.md has no section of this version.
+    """
+    version = own_wheels(folder)[0].version
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    match = re.search(rf"^## .*{re.escape(version)}.*?$\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    if match is None:
+        raise StepFailed(f"error: CHANGELOG.md has no section of {version}\n  remedy: add the heading `## {version}`")
+    shutil.rmtree(out, ignore_errors=True)
+    (out / "distributions").mkdir(parents=True)
+    (out / "notes.md").write_text(match[1].strip() + "\n", encoding="utf-8")
+    name = f"mvllm-{version}-wheelhouse"
+    listed = [line.split("  ", 1)[1] for line in (folder / MANIFEST).read_text(encoding="utf-8").splitlines()]
+    with tarfile.open(out / f"{name}.tar.gz", "w:gz") as archive:
+        for file in [MANIFEST, *listed]:
+            if Path(file).name.startswith("mvllm") or not file.endswith(".whl"):
+                archive.add(folder / file, f"{name}/{file}")
+    for path in [*folder.glob("mvllm*.whl"), *(folder / SOURCE).glob("mvllm*.tar.gz")]:
+        shutil.copy(path, out / "distributions")
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["check", "wheels"])
+    parser.add_argument("command", choices=["check", "wheels", "pack"])
     parser.add_argument("folder", type=Path, nargs="?", default=DIST)
+    parser.add_argument("out", type=Path, nargs="?", default=ROOT / "build" / "release")
+    parser.add_argument("--tag", default="", help="check: the release that it is for, such as v0.9.0; empty for any")
     options = parser.parse_args(argv)
     try:
         if options.command == "wheels":
             setup()
             return check_wheels(options.folder)
         check(options.folder)
-        print(f"{options.folder} is consistent")
+        version = own_wheels(options.folder)[0].version
+        if options.tag.startswith("v") and options.tag != f"v{version}":
+            raise StepFailed(f"error: the wheelhouse is of {version}, the tag is {options.tag}")
+        if options.command == "pack":
+            pack(options.folder, options.out)
+        print(f"{options.folder} is consistent: mvllm {version}")
         return 0
     except StepFailed as failure:
         print(failure, file=sys.stderr)
