@@ -47,8 +47,10 @@ from wheelhouse_contents import (
     Wheel,
     check,
     digest,
+    is_own,
     own_wheels,
     pins_of,
+    requirements,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -276,7 +278,7 @@ def write_requirements(target: Target, own: Sequence[Wheel], torch: Torch, folde
         mac = "sys_platform == 'darwin'"  # the index has builds without an accelerator's libraries for macOS
         wanted += [f"torch=={torch.version}; sys_platform != 'darwin'", f"torch=={torch.version.split('+')[0]}; {mac}"]
         find_links = ["--find-links", folder if torch.find_links == "." else str(torch.find_links)]
-    pins = resolve(target, wanted, find_links, [*names, *([] if with_torch else ["torch"])], with_torch)
+    pins = resolve(target, wanted, find_links, [*names, *([] if with_torch else ["torch"])], with_torch, folder)
     lines = header(target, torch, with_torch)
     if with_torch and target.torch == "cpu" and torch.find_links != ".":
         lines.append(f"--find-links {torch.find_links}")
@@ -323,8 +325,22 @@ def parts() -> list[str]:
     return list(declared["project"]["optional-dependencies"]["parts"])
 
 
+def same_versions(target: Target, folder: Path) -> str:
+    """Pins of the first requirements file, which others share: an environment may be made from two files."""
+    first = folder / TARGETS[0].file
+    if not first.exists() or target.constraints[0] != TARGETS[0].constraints[0]:
+        return ""
+    lines = (line.split(" --hash")[0].strip() for line in requirements(first))
+    return "".join(f"{line}\n" for line in lines if not is_own(line) and not line.startswith("torch=="))
+
+
 def resolve(
-    target: Target, wanted: Sequence[str], find_links: Sequence[str | Path], left_out: Sequence[str], with_torch: bool
+    target: Target,
+    wanted: Sequence[str],
+    find_links: Sequence[str | Path],
+    left_out: Sequence[str],
+    with_torch: bool,
+    folder: Path,
 ) -> str:
     """Pins, with hashes, for every Python and system; those of `left_out` are not in the result.
 
@@ -335,7 +351,9 @@ def resolve(
         (asked := Path(place) / "requirements.in").write_text("\n".join(wanted) + "\n", encoding="utf-8")
         (others := Path(place) / "overrides.txt").write_text("torch; sys_platform == 'never'\n", encoding="utf-8")
         (out := Path(place) / "pins.txt").touch()
-        constraints = [text for name in target.constraints for text in ("--constraints", CONSTRAINTS / f"{name}.txt")]
+        (same := Path(place) / "same.txt").write_text(same_versions(target, folder), encoding="utf-8")
+        tested = [CONSTRAINTS / f"{name}.txt" for name in target.constraints]
+        constraints = [text for file in (same, *tested) for text in ("--constraints", file)]
         command = [RELEASE.bin / "uv", "pip", "compile", "--quiet", "--universal", "--python-version", PYTHONS[0]]
         command += ["--generate-hashes", "--no-annotate", "--no-header", "--no-build", *find_links, *constraints]
         command += [text for name in left_out for text in ("--no-emit-package", name)]
