@@ -12,6 +12,8 @@
     SHA256SUMS           of all other files
     sbom.cdx.json        the components, as a CycloneDX document
     source/              source archives
+    torch/               torch for processors, if it comes from this machine. Not beside the other wheels: the build
+                         2.13.0+cpu would be taken for the version 2.13.0 that cuda.txt names
 
 A requirements file pins every distribution by version and hash. Those of the project come from the folder of the file
 (`--find-links .`), all others from the package index. An index may have other distributions under the project's names:
@@ -43,6 +45,7 @@ from wheelhouse_contents import (
     PAGE,
     SOURCE,
     TARGETS,
+    TORCH,
     Target,
     Wheel,
     check,
@@ -61,7 +64,8 @@ WORK = ROOT / "build" / "wheelhouse"
 SOURCE_URL = "MVLLM_SOURCE_URL"  # the variable with the address of the repository; empty: no file names one
 TORCH_INDEX = "https://download.pytorch.org/whl"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-SYSTEMS = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin")
+MACOS = "14.0"
+SYSTEMS = ("x86_64-manylinux_2_31", "aarch64-manylinux_2_31", "aarch64-apple-darwin")
 EXTRAS = "completion,images,mcp,multimodal,otel"
 VALIDATION = """
 import pathlib, sys
@@ -79,8 +83,8 @@ class Torch:
 
     Attributes:
         version: With the build: `2.13.0+cpu`.
-        find_links: A page or a folder that has only torch; None if none was found.
-        wheels: Wheels that are copied into the wheelhouse, if `find_links` is a folder of this machine.
+        find_links: A page that lists only torch, or the wheelhouse's folder TORCH; None if no torch was found.
+        wheels: Wheels that are copied into that folder.
     """
 
     version: str
@@ -142,26 +146,35 @@ def build(projects: Sequence[Path], torch_index: str, *, out: Path = DIST, compi
     if compiled:
         for wheel in kernel_wheels.build(RELEASE, copies["mvllm-cpu"], WORK / "kernels"):
             shutil.copy(wheel, staged)
-    own = own_wheels(staged)
-    torch = find_torch(torch_index, pinned("torch", CONSTRAINTS / "cpu.txt"))
-    for wheel in torch.wheels:
-        shutil.copy(wheel, staged)
-    for target in TARGETS:
-        with steps.timed(target.file):
-            write_requirements(target, own, torch, staged)
-    (staged / COMPONENTS).write_text(wheelhouse_page.components(own, pins_of(staged)), encoding="utf-8")
-    page = wheelhouse_page.page(own, torch.version, torch.find_links is not None, source_url())
-    (staged / PAGE).write_text(page, encoding="utf-8")
-    steps.run("components against CycloneDX's schema", [RELEASE.python, "-c", VALIDATION, staged / COMPONENTS])
-    write_manifest(staged)
-    check(staged)
+    assemble(staged, find_torch(torch_index, pinned("torch", CONSTRAINTS / "cpu.txt")), steps)
     replace(staged, out)
     for path in sorted(out.glob("*")):
         print(f"  {path.name}{'/' if path.is_dir() else f'  {path.stat().st_size / 1e6:.2f} MB'}")
+    return 0
+
+
+def assemble(folder: Path, torch: Torch, steps: Steps) -> None:
+    """Adds everything else to a folder with the project's wheels.
+
+    Raises:
+        StepFailed: A command failed, or the result is not consistent.
+    """
+    own = own_wheels(folder)
+    for wheel in torch.wheels:
+        (folder / TORCH).mkdir(exist_ok=True)
+        shutil.copy(wheel, folder / TORCH)
+    for target in TARGETS:
+        with steps.timed(target.file):
+            write_requirements(target, own, torch, folder)
+    (folder / COMPONENTS).write_text(wheelhouse_page.components(own, pins_of(folder)), encoding="utf-8")
+    steps.run("components against CycloneDX's schema", [RELEASE.python, "-c", VALIDATION, folder / COMPONENTS])
+    page = wheelhouse_page.page(own, torch.version, torch.find_links is not None, source_url())
+    (folder / PAGE).write_text(page, encoding="utf-8")
+    write_manifest(folder)
+    check(folder)
     if torch.find_links is None:
         lacking = ", ".join(target.file for target in TARGETS if target.torch == "cpu")
         print(f"note: {lacking} have no torch, since no torch {torch.version} was found: see --torch-index")
-    return 0
 
 
 def last_change() -> str:
@@ -234,7 +247,7 @@ def find_torch(index: str, version: str) -> Torch:
     build = f"{version}+cpu"
     if Path(index).is_dir():
         wheels = tuple(sorted(Path(index).glob(f"torch-{build}-*.whl")))
-        return Torch(build, "." if wheels else None, wheels)
+        return Torch(build, TORCH if wheels else None, wheels)
     page = f"{index.rstrip('/')}/cpu/torch/"
     try:
         with urllib.request.urlopen(page, timeout=20) as answer:
@@ -248,7 +261,7 @@ def find_torch(index: str, version: str) -> Torch:
     command = [RELEASE.python, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     _, status = RELEASE.capture([*command, "--dest", folder, f"torch=={build}"])
     wheels = tuple(sorted(folder.glob(f"torch-{build}-*.whl"))) if status == 0 else ()
-    return Torch(build, "." if wheels else None, wheels)
+    return Torch(build, TORCH if wheels else None, wheels)
 
 
 def quote_version(version: str) -> str:
@@ -277,10 +290,10 @@ def write_requirements(target: Target, own: Sequence[Wheel], torch: Torch, folde
     if with_torch and target.torch == "cpu":
         mac = "sys_platform == 'darwin'"  # the index has builds without an accelerator's libraries for macOS
         wanted += [f"torch=={torch.version}; sys_platform != 'darwin'", f"torch=={torch.version.split('+')[0]}; {mac}"]
-        find_links = ["--find-links", folder if torch.find_links == "." else str(torch.find_links)]
+        find_links = ["--find-links", folder / TORCH if torch.find_links == TORCH else str(torch.find_links)]
     pins = resolve(target, wanted, find_links, [*names, *([] if with_torch else ["torch"])], with_torch, folder)
     lines = header(target, torch, with_torch)
-    if with_torch and target.torch == "cpu" and torch.find_links != ".":
+    if with_torch and target.torch == "cpu":
         lines.append(f"--find-links {torch.find_links}")
     for name in names:
         hashes = [f"    --hash=sha256:{wheel.sha256}" for wheel in wheels[name]]
@@ -299,9 +312,9 @@ def header(target: Target, torch: Torch, with_torch: bool) -> list[str]:
     ]
     if not with_torch and target.parts:
         lines.append(f"# torch is not in this file. Install the build of the device before: {PAGE} has the command.")
-    if with_torch and target.torch == "cpu" and torch.find_links == ".":
+    if with_torch and target.torch == "cpu" and torch.find_links == TORCH:
         builds = ", ".join(wheel.name.split("-", 2)[2].removesuffix(".whl") for wheel in torch.wheels)
-        lines.append(f"# On Linux, torch is the wheel beside this file ({builds}); other Pythons and systems have none.")
+        lines.append(f"# On Linux, torch is the wheel in {TORCH}/ ({builds}); other Pythons and systems have none.")
     return [*lines, "--find-links ."]
 
 
@@ -378,7 +391,8 @@ def write_manifest(folder: Path) -> None:
 def replace(staged: Path, out: Path) -> None:
     """Moves the files of a build to `out`, in place of those of an earlier one."""
     out.mkdir(exist_ok=True)
-    shutil.rmtree(out / SOURCE, ignore_errors=True)
+    for name in (SOURCE, TORCH):
+        shutil.rmtree(out / name, ignore_errors=True)
     for old in [*out.glob("mvllm*.whl"), *out.glob("mvllm*.tar.gz"), *(out / target.file for target in TARGETS)]:
         old.unlink(missing_ok=True)
     for path in staged.iterdir():
@@ -400,7 +414,8 @@ def check_wheels(folder: Path) -> int:
                 (file := Path(place) / "cpu.txt").write_text(text, encoding="utf-8")
                 command = [RELEASE.bin / "uv", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--require-hashes"]
                 command += ["--only-binary", ":all:", "--target", Path(place) / "none", "--python-version", python]
-                output, status = RELEASE.capture([*command, "--python-platform", system, "-r", file])
+                command += ["--python-platform", system, "-r", file]
+                output, status = RELEASE.capture(command, extra={"MACOSX_DEPLOYMENT_TARGET": MACOS})
                 failed |= status != 0
                 print(f"{system}, Python {python}: {'ok' if status == 0 else output.strip()}", flush=True)
     return int(failed)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from environments import StepFailed
 
-MANIFEST, PAGE, COMPONENTS, SOURCE = "SHA256SUMS", "index.html", "sbom.cdx.json", "source"
+MANIFEST, PAGE, COMPONENTS = "SHA256SUMS", "index.html", "sbom.cdx.json"
+SOURCE, TORCH = "source", "torch"
 
 
 @dataclass(frozen=True)

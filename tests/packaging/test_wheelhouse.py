@@ -52,12 +52,12 @@ def small(wheelhouse, tmp_path, monkeypatch):
     folder = tmp_path / "house"
     for name, requires in OURS.items():
         make_wheel(folder, name, requires=requires)
-    torch = hashlib.sha256(make_wheel(folder, "torch", "2.13.0+cpu").read_bytes()).hexdigest()
+    torch = hashlib.sha256(make_wheel(folder / "torch", "torch", "2.13.0+cpu").read_bytes()).hexdigest()
     (folder / wheelhouse.SOURCE).mkdir()
     monkeypatch.setattr(wheelhouse, "resolve", lambda *_: f"torch==2.13.0+cpu \\\n    --hash=sha256:{torch}\n")
     [target] = [each for each in wheelhouse.TARGETS if each.name == "cpu"]
     own = wheelhouse.own_wheels(folder)
-    wheelhouse.write_requirements(target, own, wheelhouse.Torch("2.13.0+cpu", ".", ()), folder)
+    wheelhouse.write_requirements(target, own, wheelhouse.Torch("2.13.0+cpu", wheelhouse.TORCH), folder)
     page = wheelhouse.wheelhouse_page.page(own, "2.13.0+cpu", True, "https://example.org/mvllm")
     (folder / wheelhouse.PAGE).write_text(page)
     wheelhouse.write_manifest(folder)
