@@ -1,12 +1,13 @@
 """Builds wheels of mvllm-cpu with compiled kernels that run on Linux systems older than this one.
 
-Each wheel is `py3-none-manylinux_2_28_MACHINE`: glibc 2.28 or newer, as torch's own wheels. The compiler is this machine's
-g++, or Debian's g++-aarch64-linux-gnu for 64-bit Arm. libstdc++ is linked statically, so that its version does not
+Each wheel is `py3-none-manylinux_2_28_MACHINE`: glibc 2.28 or newer, as torch's own wheels. The compiler is g++ of this
+machine, or Debian's g++-aarch64-linux-gnu for 64-bit Arm. libstdc++ is linked statically, so that its version does not
 matter; libgcc_s stays shared, since the static one of a newer system calls a function of glibc 2.35.
 
 A newer glibc has newer versions of some functions, and the linker takes those. So the functions of NEWER are called
 through stubs that name the oldest version (`ld --wrap`), and what an older glibc lacks (MISSING) is defined in the
-library. auditwheel reads from the symbols which systems the library runs on, and refuses one that needs a newer glibc. docs/decisions/0181-wheels-of-the-kernels.md has the reasons.
+library. auditwheel reads from the symbols which systems the library runs on, and refuses one that needs a newer glibc.
+docs/decisions/0181-wheels-of-the-kernels.md has the reasons.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python3 ci/stranger.py WHEELHOUSE --installer uv   with uv, which has to be on PATH
     python3 ci/stranger.py WHEELHOUSE --platform cpu --examples docs/examples --folder FOLDER
 
-Needs Python 3.11 with venv, and curl; no compiler, and nothing of this repository but the wheelhouse and the examples. So
-it runs in an empty container. The commands are those of docs/how-to/install.md and of the tutorials. It ends at the
+Needs Python 3.11 with venv, and curl; no compiler, and nothing of this repository but the wheelhouse and the examples.
+So it runs in an empty container. The commands are those of docs/how-to/install.md and of the tutorials. It ends at the
 first command that fails, with its exit status.
 """
 
@@ -122,7 +122,9 @@ def first_half_hour(session: Session, options: argparse.Namespace) -> None:
     port = free_port()
     server = session.serve(f"mvllm serve demo --port {port}", port)
     try:
-        body = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 32})
+        body = json.dumps(
+            {"model": "demo", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 32}
+        )
         address = f"http://127.0.0.1:{port}/v1/chat/completions"
         session.run(
             f"curl -s {address} -H 'Content-Type: application/json' -d {shlex.quote(body)}", must_print='"choices"'
@@ -159,7 +161,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--python", default="python3", help="with pip: the interpreter (default: %(default)s)")
     parser.add_argument("--examples", type=Path, help="the folder docs/examples, to run grpo.py from")
     parser.add_argument("--folder", type=Path, help="an empty folder to work in; else a temporary one")
-    parser.add_argument("--short", action="store_true", help="without the conformance suite, and with three steps of GRPO")
+    parser.add_argument(
+        "--short", action="store_true", help="without the conformance suite, and with three steps of GRPO"
+    )
     options = parser.parse_args(argv)
     for name in ("wheelhouse", "examples"):
         if getattr(options, name):

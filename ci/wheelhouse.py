@@ -250,7 +250,7 @@ def find_torch(index: str, version: str) -> Torch:
         return Torch(build, TORCH if wheels else None, wheels)
     page = f"{index.rstrip('/')}/cpu/torch/"
     try:
-        with urllib.request.urlopen(page, timeout=20) as answer:
+        with urllib.request.urlopen(page, timeout=20) as answer:  # noqa: S310  what the release engineer has given
             text = answer.read().decode()
     except (urllib.error.URLError, TimeoutError, OSError) as e:
         print(f"note: {page} cannot be read ({e}); asking pip for torch {build}", flush=True)
@@ -412,7 +412,15 @@ def check_wheels(folder: Path) -> int:
                 text = text.replace("--find-links .", f"--find-links {folder.resolve()}")
                 text = re.sub(r"^torch==(.*\\\n)*.*\n", "", text, flags=re.MULTILINE)
                 (file := Path(place) / "cpu.txt").write_text(text, encoding="utf-8")
-                command = [RELEASE.bin / "uv", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--require-hashes"]
+                command = [
+                    RELEASE.bin / "uv",
+                    "pip",
+                    "install",
+                    "--quiet",
+                    "--dry-run",
+                    "--no-deps",
+                    "--require-hashes",
+                ]
                 command += ["--only-binary", ":all:", "--target", Path(place) / "none", "--python-version", python]
                 command += ["--python-platform", system, "-r", file]
                 output, status = RELEASE.capture(command, extra={"MACOSX_DEPLOYMENT_TARGET": MACOS})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.parser import Parser
 from pathlib import Path

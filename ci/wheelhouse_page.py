@@ -45,9 +45,9 @@ def page(own: Sequence[Wheel], torch: str, with_torch: bool, source_url: str) ->
 <h1>mvllm {version}</h1>
 <p>All distributions of this release, and one requirements file for each platform.{source}</p>
 <h2>Install</h2>
-<p>Python 3.11 to 3.14. Linux on x86-64 or 64-bit Arm with glibc 2.31 or newer (Debian 11, Ubuntu 20.04); macOS 14 or newer
-on Apple silicon has all packages, without compiled kernels, and was not run; on Windows use WSL 2. <code>WHEELHOUSE</code>
-is the folder with this page. Create an environment first:</p>
+<p>Python 3.11 to 3.14. Linux on x86-64 or 64-bit Arm with glibc 2.31 or newer (Debian 11, Ubuntu 20.04); macOS 14 or
+newer on Apple silicon has all packages, without compiled kernels, and was not run; on Windows use WSL 2.
+<code>WHEELHOUSE</code> is the folder with this page. Create an environment first:</p>
 <pre>python3 -m venv .venv &amp;&amp; . .venv/bin/activate      # or: uv venv &amp;&amp; . .venv/bin/activate</pre>
 {commands}
 <p>Use the files as they are. The names of these packages belong to other people on package indexes: a command such as
@@ -141,7 +141,9 @@ def components(own: Sequence[Wheel], pins: Mapping[str, Iterable[tuple[str, str]
                 "name": normal,
                 "version": pinned,
                 "purl": f"pkg:pypi/{normal}@{quote(pinned)}",
-                "properties": [{"name": "mvllm:requirements-file", "value": f"{file}.txt"} for file in sorted(set(files))],
+                "properties": [
+                    {"name": "mvllm:requirements-file", "value": f"{file}.txt"} for file in sorted(set(files))
+                ],
             }
         )
     dependencies = []

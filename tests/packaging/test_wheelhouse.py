@@ -1,4 +1,4 @@
-"""The wheelhouse: requirements files that no package index can answer, consistent versions, and a workflow that runs."""
+"""The wheelhouse: requirements files that no index can answer, consistent versions, and a workflow that runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def make_wheel(folder, name, version="0.9.0", requires=(), origin="project"):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{package}/__init__.py", f"ORIGIN = {origin!r}\n")
         archive.writestr(f"{info}/METADATA", "\n".join([*lines, *(f"Requires-Dist: {each}" for each in requires), ""]))
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     return path
 
@@ -85,9 +87,15 @@ class TestConsistency:
             (lambda f: (f / "mvllm-0.9.0-py3-none-any.whl").unlink(), "in SHA256SUMS and not in the folder"),
             (lambda f: (f / "index.html").write_text(""), "index.html has another hash"),
             (lambda f: make_wheel(f, "mvllm-gguf", "0.9.1"), "different versions: 0.9.0, 0.9.1"),
-            (lambda f: edit(f, r"(mvllm-cpu==0.9.0) \\\n.*\n", r"\1\n"), "'mvllm-cpu==0.9.0' has no version or no hash"),
+            (
+                lambda f: edit(f, r"(mvllm-cpu==0.9.0) \\\n.*\n", r"\1\n"),
+                "'mvllm-cpu==0.9.0' has no version or no hash",
+            ),
             (lambda f: edit(f, r"mvllm-cpu==0.9.0", "mvllm-cpu>=0.9.0"), "has no version or no hash"),
-            (lambda f: edit(f, r"(mvllm-bench.*\n.*sha256:)\w+", r"\g<1>" + "0" * 64), "no wheel has a hash of mvllm-bench"),
+            (
+                lambda f: edit(f, r"(mvllm-bench.*\n.*sha256:)\w+", r"\g<1>" + "0" * 64),
+                "no wheel has a hash of mvllm-bench",
+            ),
             (lambda f: edit(f, r"--find-links \.\n", ""), "no line `--find-links .`"),
         ],
         ids=["missing", "changed", "versions", "no hash", "no version", "other hash", "no folder"],
@@ -181,7 +189,18 @@ class TestHostileIndex:
     @staticmethod
     def install(tool, address, target, *arguments, cwd):
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--index-url", address]
-        uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--no-cache", "--no-config", "--default-index", address]
+        uv = [
+            sys.executable,
+            "-m",
+            "uv",
+            "pip",
+            "install",
+            "-q",
+            "--no-cache",
+            "--no-config",
+            "--default-index",
+            address,
+        ]
         uv += ["--python", sys.executable]
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
         return subprocess.run(
@@ -238,7 +257,9 @@ class TestWorkflow:
                         text=True,
                     )
                     assert done.returncode == 0
-                    assert {word for word in command if word.startswith("--")} <= set(re.findall(r"--[\w-]+", done.stdout))
+                    assert {word for word in command if word.startswith("--")} <= set(
+                        re.findall(r"--[\w-]+", done.stdout)
+                    )
 
     def test_every_python_is_tried_with_pip_and_uv_before_anything_is_published(self, wheelhouse):
         jobs = WORKFLOW["jobs"]
