@@ -50,7 +50,7 @@ newer on Apple silicon has all packages, without compiled kernels, and was not r
 <code>WHEELHOUSE</code> is the folder with this page. Create an environment first:</p>
 <pre>python3 -m venv .venv &amp;&amp; . .venv/bin/activate      # or: uv venv &amp;&amp; . .venv/bin/activate</pre>
 {commands}
-<p>Use the files as they are. The names of these packages belong to other people on package indexes: a command such as
+<p>Use the files as they are. The project does not own its names on package indexes: a command such as
 <code>pip install --find-links WHEELHOUSE NAME</code> takes a higher version from there if somebody offers one.
 The files pin each package by version and hash, so nothing else is accepted.</p>
 <h2>Check</h2>
