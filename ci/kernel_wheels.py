@@ -1,12 +1,12 @@
 """Builds wheels of mvllm-cpu with compiled kernels that run on Linux systems older than this one.
 
-Each wheel is `py3-none-manylinux_2_28_MACHINE`: glibc 2.28 or newer, as torch's own wheels. The compiler is g++ of this
-machine, or Debian's g++-aarch64-linux-gnu for 64-bit Arm. libstdc++ is linked statically, so that its version does not
+Each wheel is `py3-none-manylinux_2_X_MACHINE`, for glibc 2.28 or older, which torch's own wheels need. The
+compiler is g++ of this machine, or Debian's g++-aarch64-linux-gnu for 64-bit Arm. libstdc++ is linked statically, so that its version does not
 matter; libgcc_s stays shared, since the static one of a newer system calls a function of glibc 2.35.
 
 A newer glibc has newer versions of some functions, and the linker takes those. So the functions of NEWER are called
 through stubs that name the oldest version (`ld --wrap`), and what an older glibc lacks (MISSING) is defined in the
-library. auditwheel reads from the symbols which systems the library runs on, and refuses one that needs a newer glibc.
+library. auditwheel reads from the symbols which systems the library runs on, and names the wheel after the oldest.
 docs/decisions/0181-wheels-of-the-kernels.md has the reasons.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from environments import Environment, StepFailed, Steps
 
-GLIBC = "2_28"
+GLIBC = (2, 28)
 NEWER = {
     "log": "GLIBC_2.2.5",
     "pthread_create": "GLIBC_2.2.5",
@@ -96,9 +97,9 @@ def build(environment: Environment, copy: Path, cache: Path) -> list[Path]:
             print(f"note: no wheel of the kernels for {machine.name}: there is no {machine.compiler}-g++", flush=True)
             continue
         place = cache / f"{machine.name}-{_hash(machine, copy, compiler, environment)}"
-        if not list(place.glob("*.whl")):
-            _build(environment, machine, compiler, copy, place)
-        wheels += place.glob("*.whl")
+        if not list((place / "raw").glob("*.whl")):
+            _compile(environment, machine, compiler, copy, place)
+        wheels.append(_repair(environment, machine, place))
     return wheels
 
 
@@ -114,7 +115,7 @@ def _hash(machine: Machine, copy: Path, compiler: str, environment: Environment)
     """Of all that a wheel is built from."""
     files = sorted(path for path in copy.rglob("*") if path.is_file() and not path.match("*.egg-info/*"))
     version = environment.capture([f"{compiler}g++", "--version"])[0]
-    digest = hashlib.sha256("\n".join([version, GLIBC, stubs(machine), *LINK]).encode())
+    digest = hashlib.sha256("\n".join([version, stubs(machine), *LINK]).encode())
     for file in files:
         content = file.read_bytes()
         digest.update(f"{file.name}\n{len(content)}\n".encode())
@@ -131,13 +132,13 @@ def stubs(machine: Machine) -> str:
     return "\n".join([*lines, '    .section .note.GNU-stack,"",%progbits', ""])
 
 
-def _build(environment: Environment, machine: Machine, compiler: str, copy: Path, place: Path) -> None:
-    """Builds one wheel in `place`."""
+def _compile(environment: Environment, machine: Machine, compiler: str, copy: Path, place: Path) -> None:
+    """Builds a wheel in `place/raw`, with the tag of this system."""
     shutil.rmtree(place, ignore_errors=True)
     raw = place / "raw"
     raw.mkdir(parents=True)
     (source := place / "stubs.s").write_text(stubs(machine), encoding="utf-8")
-    steps = Steps(environment, total=3)
+    steps = Steps(environment, total=2)
     steps.run(f"stubs for {machine.name}", [f"{compiler}gcc", "-c", source, "-o", place / "stubs.o"])
     threads = environment.capture([f"{compiler}g++", "-print-file-name=libpthread.so.0"])[0].strip()
     link = [
@@ -160,6 +161,24 @@ def _build(environment: Environment, machine: Machine, compiler: str, copy: Path
     [wheel] = raw.glob("*.whl")
     if not wheel.name.endswith(f"-linux_{machine.name}.whl"):
         raise StepFailed(f"error: {wheel.name} has no kernels for {machine.name}: they were not compiled")
-    tag = f"manylinux_{GLIBC}_{machine.name}"
-    repair = [environment.bin / "auditwheel", "repair", "--plat", tag, "--only-plat", "--wheel-dir", place, wheel]
-    steps.run(f"auditwheel: {tag}", repair)
+
+
+def _repair(environment: Environment, machine: Machine, place: Path) -> Path:
+    """Gives a wheel the tag of the oldest systems that it runs on; returns the new one.
+
+    Raises:
+        StepFailed: It needs a glibc newer than GLIBC.
+    """
+    for old in place.glob("*.whl"):
+        old.unlink()
+    [raw] = (place / "raw").glob("*.whl")
+    command = [environment.bin / "auditwheel", "repair", "--plat", "auto", "--only-plat", "--wheel-dir", place, raw]
+    Steps(environment, total=1).run(f"auditwheel, {machine.name}", command)
+    [wheel] = place.glob("*.whl")
+    match = re.search(rf"-manylinux_(\d+)_(\d+)_{machine.name}\.whl$", wheel.name)
+    if match is None or (int(match[1]), int(match[2])) > GLIBC:
+        raise StepFailed(
+            f"error: {wheel.name} needs a glibc newer than {'.'.join(map(str, GLIBC))}\n"
+            f"  remedy: `auditwheel show {raw}` names the symbols; add a stub to NEWER or MISSING"
+        )
+    return wheel

@@ -432,7 +432,7 @@ def check_wheels(folder: Path) -> int:
 def pack(folder: Path, out: Path) -> None:
     """Writes what a release is made of.
 
-        OUT/mvllm-VERSION-wheelhouse.tar.gz    the wheelhouse, without wheels of others
+        OUT/mvllm-VERSION-wheelhouse.tar.gz    the wheelhouse
         OUT/notes.md                           the section of this version in CHANGELOG.md
         OUT/distributions/                     wheels and source archives, for an index that has the project's names
 
@@ -451,8 +451,7 @@ def pack(folder: Path, out: Path) -> None:
     listed = [line.split("  ", 1)[1] for line in (folder / MANIFEST).read_text(encoding="utf-8").splitlines()]
     with tarfile.open(out / f"{name}.tar.gz", "w:gz") as archive:
         for file in [MANIFEST, *listed]:
-            if Path(file).name.startswith("mvllm") or not file.endswith(".whl"):
-                archive.add(folder / file, f"{name}/{file}")
+            archive.add(folder / file, f"{name}/{file}")
     for path in [*folder.glob("mvllm*.whl"), *(folder / SOURCE).glob("mvllm*.tar.gz")]:
         shutil.copy(path, out / "distributions")
 
