@@ -2,7 +2,8 @@
 
 Each wheel is `py3-none-manylinux_2_X_MACHINE`, for glibc 2.28 or older, which torch's own wheels need. The
 compiler is g++ of this machine, or Debian's g++-aarch64-linux-gnu for 64-bit Arm. libstdc++ is linked statically, so
-that its version does not matter; libgcc_s stays shared, since the static one of a newer system calls a function of glibc 2.35.
+that its version does not matter; libgcc_s stays shared, since the static one of a newer system calls a function of
+glibc 2.35.
 
 A newer glibc has newer versions of some functions, and the linker takes those. So the functions of NEWER are called
 through stubs that name the oldest version (`ld --wrap`), and what an older glibc lacks (MISSING) is defined in the
