@@ -188,7 +188,8 @@ class TestHostileIndex:
 
     @staticmethod
     def install(tool, address, target, *arguments, cwd):
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--index-url", address]
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
+        pip += ["--index-url", address]
         uv = [
             sys.executable,
             "-m",
