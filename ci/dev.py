@@ -11,7 +11,7 @@
     python3 ci/dev.py lint     ruff, mypy, import-linter, and that the core names no hardware
     python3 ci/dev.py docs     the documentation as a site, into build/site
     python3 ci/dev.py changelog    the notes of the next release, from docs/changes
-    python3 ci/dev.py build    wheels and source archives of every distribution, into dist/
+    python3 ci/dev.py build    the wheelhouse: all that users install from, into dist/
 
 The environment depends on a few files only (each pyproject.toml, setup.py, the C++ sources, the constraints); see
 ci/environments.py. The platforms `tpu`, `mlx` and `openvino` have separate environments; see ci/tpu_lane.py and
@@ -406,19 +406,11 @@ def bench(arguments: list[str]) -> int:
     ).returncode
 
 
-def build() -> int:
-    """Builds a wheel and a source archive of each distribution in dist/."""
-    setup()
-    dist = ROOT / "dist"
-    steps = Steps(MAIN, total=len(DISTRIBUTIONS))
-    before = {path: path.stat().st_mtime_ns for path in dist.glob("*")}
-    for folder in DISTRIBUTIONS:
-        title = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
-        steps.run(title, [PYTHON, "-m", "build", "--no-isolation", "--outdir", dist, folder])
-    for path in sorted(dist.glob("*")):
-        if before.get(path) != path.stat().st_mtime_ns:
-            print(f"  {path.relative_to(ROOT)}  {path.stat().st_size / 1e6:.2f} MB")
-    return 0
+def build(options: argparse.Namespace) -> int:
+    """Builds the wheelhouse in dist/; see ci/wheelhouse.py."""
+    import wheelhouse
+
+    return wheelhouse.build(DISTRIBUTIONS, options.torch_index, compiled=not options.without_kernels)
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -455,7 +447,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("changelog", "print the notes of the next release").add_argument(
         "version", nargs="?", help="write them to CHANGELOG.md as those of this version, and delete docs/changes/*"
     )
-    add("build", "build wheels and source archives into dist/")
+    builds = add("build", "build the wheelhouse into dist/: wheels, requirements files, hashes, an index page")
+    builds.add_argument(
+        "--torch-index",
+        default="https://download.pytorch.org/whl",
+        help="where torch for processors is: PyTorch's index, without the name of the build, or a folder of wheels"
+        " (default: %(default)s; if it cannot be read, what pip finds for torch==VERSION+cpu)",
+    )
+    builds.add_argument("--without-kernels", action="store_true", help="do not compile mvllm-cpu's kernels")
     options, rest = parser.parse_known_args(argv)
     if rest and options.command not in ("run", "test", "conform", "bench"):
         parser.error(f"{options.command} takes no argument {rest[0]!r}")
@@ -494,7 +493,7 @@ def main(argv: Sequence[str]) -> int:
             import docs_site
 
             return docs_site.build() if options.command == "docs" else docs_site.changelog(options.version)
-        return build()
+        return build(options)
     except StepFailed as failure:
         print(f"\n{failure}", file=sys.stderr)
         return 1

@@ -228,6 +228,20 @@ class Steps:
             raise StepFailed(failure_screen(title, command, status, output))
         return output
 
+    @contextlib.contextmanager
+    def timed(self, title: str) -> Iterator[None]:
+        """The same line for a step that is not one command."""
+        self.done += 1
+        label = f"[{self.done}/{self.total}] {title} ..."
+        started = time.monotonic()
+        result = "FAILED"
+        try:
+            with ticking(label, started):
+                yield
+            result = ""
+        finally:
+            finish(label, f"{result} {time.monotonic() - started:.1f} s".strip())
+
 
 @contextlib.contextmanager
 def ticking(label: str, started: float) -> Iterator[None]:

@@ -1,8 +1,9 @@
 """Builds mvllm-cpu's kernels: one optional shared library with a plain C interface, loaded by ctypes.
 
 The library makes things faster and is never a requirement. Without a compiler (or with one that fails) the installation
-succeeds, `_kernels.so` is absent, and the platform computes with torch alone. It links neither Python nor torch, so one
-build serves every Python version and every torch: hence the plain file name and the `py3-none-<machine>` wheel tag.
+succeeds, `_kernels.so` is absent, and the platform computes with torch alone. It links neither Python nor torch nor an
+OpenMP runtime, so one build serves every Python version and every torch: hence the plain file name and the
+`py3-none-<machine>` wheel tag.
 Instruction sets are chosen when the library runs, not when it is built: a wheel may move to another machine.
 """
 
@@ -25,8 +26,8 @@ KERNELS = Extension(
     sources=SOURCES,
     depends=HEADERS,
     include_dirs=["csrc"],
-    extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fPIC", "-g0"],
-    extra_link_args=["-fopenmp"],  # libgomp by its plain name: the copy that torch already loaded is shared
+    extra_compile_args=["-O3", "-std=c++17", "-pthread", "-fPIC", "-g0"],
+    extra_link_args=["-pthread"],
     language="c++",
     optional=True,
 )

@@ -4,7 +4,10 @@ builds."""
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -15,15 +18,15 @@ import zipfile
 import pytest
 from packaging.requirements import Requirement
 
-from tests.packaging.conftest import REPOSITORY
+from tests.packaging.conftest import REPOSITORY, load_script
 
 PROJECT = REPOSITORY / "platforms" / "cpu"
 ANSWER = """
 #include "answer.h"
+#include <thread>
 extern "C" int mvllm_answer() {
     int sum = 0;
-#pragma omp parallel for reduction(+ : sum)
-    for (int i = 0; i < ANSWER; i++) sum += 1;
+    std::thread([&] { sum = ANSWER; }).join();
     return sum;
 }
 """
@@ -89,3 +92,50 @@ def test_torch_is_a_floor_and_no_part_of_the_build():
     assert required["mvllm"].specifier.contains("0.9.0")
     assert [Requirement(text).name for text in declared["build-system"]["requires"]] == ["setuptools"]
     assert declared["project"]["entry-points"]["mvllm.platforms"] == {"cpu": "mvllm_cpu.plugin"}
+
+
+OLD_GLIBC = """
+#include <cmath>
+#include <stdexcept>
+#include <thread>
+extern "C" double logarithm(double x) {
+    double result = 0;
+    std::thread([&] {
+        try {
+            throw std::runtime_error("caught");
+        } catch (const std::exception&) {
+            result = std::log(x);
+        }
+    }).join();
+    return result;
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("c++") or not shutil.which("objdump"), reason="needs a C++ compiler and binutils")
+def test_wheels_of_the_kernels_need_no_newer_glibc_and_no_libstdcxx(tmp_path, monkeypatch):
+    kernel_wheels = load_script(REPOSITORY / "ci" / "kernel_wheels.py", monkeypatch)
+    [machine] = [each for each in kernel_wheels.MACHINES if each.name == platform.machine()]
+    (tmp_path / "stubs.s").write_text(kernel_wheels.stubs(machine))
+    (tmp_path / "logarithm.cpp").write_text(OLD_GLIBC)
+    library = tmp_path / "logarithm.so"
+    threads = subprocess.run(["c++", "-print-file-name=libpthread.so.0"], capture_output=True, text=True).stdout.strip()
+    sources = [tmp_path / "stubs.s", tmp_path / "logarithm.cpp"]
+    command = ["c++", "-shared", "-fPIC", "-pthread", *kernel_wheels.LINK, *sources, threads, "-o", library]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    function = ctypes.CDLL(str(library)).logarithm
+    function.restype, function.argtypes = ctypes.c_double, [ctypes.c_double]
+    assert function(math.e) == 1.0
+    symbols = subprocess.run(["objdump", "-p", "-T", library], capture_output=True, text=True, check=True).stdout
+    assert max((2, int(minor)) for minor in re.findall(r"GLIBC_2\.(\d+)", symbols)) <= (2, 28)
+    assert "GLIBCXX" not in symbols and "libstdc++" not in symbols
+
+
+def test_the_kernels_link_no_openmp_runtime():
+    library = PROJECT / "src" / "mvllm_cpu" / "_kernels.so"
+    if not library.exists():
+        pytest.skip("not built: no compiler")
+    content = library.read_bytes()
+    assert b"omp_get_max_threads" in content, "torch's runtime says how many threads there are"
+    assert not re.search(rb"lib(gomp|omp|iomp5)[.-]", content)

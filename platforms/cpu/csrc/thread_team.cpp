@@ -23,8 +23,7 @@
 
 #include "thread_team.h"
 
-#include <omp.h>
-
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -48,6 +47,13 @@
 #include <pthread.h>
 #include <signal.h>
 #endif
+
+// Of torch's OpenMP runtime, which the process has loaded under a name that depends on torch's build. The library is not
+// linked to a runtime, since a second one would have threads of its own; without one these are null.
+extern "C" {
+int omp_in_parallel() __attribute__((weak));
+int omp_get_max_threads() __attribute__((weak));
+}
 
 namespace mvllm {
 namespace {
@@ -495,8 +501,9 @@ thread_local TeamOfThread own_team;
 }  // namespace
 
 int team_size() {
-    if (in_piece) return 1;
-    return int(std::min<int64_t>(omp_in_parallel() ? 1 : omp_get_max_threads(), MAX_THREADS));
+    if (in_piece || (omp_in_parallel && omp_in_parallel())) return 1;
+    const int64_t threads = omp_get_max_threads ? omp_get_max_threads() : std::thread::hardware_concurrency();
+    return int(std::clamp<int64_t>(threads, 1, MAX_THREADS));
 }
 
 void run_pieces(int64_t threads, int64_t pieces, void (*function)(const void* work, Part part), const void* work, Ahead ahead) {
