@@ -39,6 +39,7 @@ from pathlib import Path
 import kernel_wheels
 import wheelhouse_page
 from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, only_one, pinned
+from source_address import with_address
 from wheelhouse_contents import (
     COMPONENTS,
     MANIFEST,
@@ -191,7 +192,7 @@ def source_url() -> str:
 def copy_project(project: Path, folder: Path) -> Path:
     """Copies a project without what earlier builds left there, which setuptools would put into the wheel.
 
-    The copy's metadata names the repository if MVLLM_SOURCE_URL is set.
+    The copy's metadata and README.md name the repository if MVLLM_SOURCE_URL is set.
     """
     copy = folder / (project.name if project != ROOT else "mvllm")
     if project == ROOT:
@@ -199,6 +200,9 @@ def copy_project(project: Path, folder: Path) -> Path:
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, copy)
         shutil.copytree(ROOT / "core", copy / "core", ignore=LEFT_OUT)
+        readme = copy / "README.md"
+        filled = with_address(readme.read_text(encoding="utf-8"), source_url(), version_of(ROOT))
+        readme.write_text(filled, encoding="utf-8")
     else:
         shutil.copytree(project, copy, ignore=LEFT_OUT)
     if source_url():
