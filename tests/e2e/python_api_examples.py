@@ -114,7 +114,7 @@ def example_PoolingParams(embedder: LLM) -> None:
 
 
 def example_LoRARequest(adapted: LLM, folder: str = "path/of/an/adapter") -> None:
-    adapter = LoRARequest("poems", 1, folder)
+    adapter = LoRARequest("poems", 7, folder)
     outputs = adapted.generate(["Once upon a time"] * 2, SamplingParams(max_tokens=8), lora_request=[adapter, None])
     print([output.outputs[0].text for output in outputs])  # with the adapter, and without
 
@@ -208,7 +208,7 @@ def example_RequestFailedError(llm: LLM) -> None:
     try:
         llm.generate(["Once upon a time", "A number: "], [SamplingParams(max_tokens=8), broken])
     except RequestFailedError as e:
-        print(e, [output.error for output in e.outputs])  # the first output is complete, its error None
+        print(e, [output.outputs[0].error for output in e.outputs])  # the first output is complete, its error None
 
 
 def example_ConfigError() -> None:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from mvllm import LLM, ModelError, PlatformError, RequestError, SamplingParams
-from mvllm.errors import EngineSleepingError
+from mvllm.errors import EngineSleepingError, RequestFailedError
 from mvllm.platform.capabilities import Capabilities
 from mvllm.worker import host_weights, worker
 from tests.engine.conftest import MakeLLM
@@ -190,7 +190,7 @@ def test_a_worker_without_sleep_and_pooling_raises_errors_and_keeps_working(
     with pytest.raises(PlatformError, match="does not implement the optional method 'sleep'"):
         llm.sleep()
     assert not llm.llm_engine.is_sleeping
-    with pytest.raises(PlatformError, match="does not support pooling"):
+    with pytest.raises(RequestFailedError, match="does not support pooling"):
         llm.encode([[5, 6]], use_tqdm=False)
     assert tokens(llm) == expected
 

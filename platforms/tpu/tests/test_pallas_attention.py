@@ -185,7 +185,7 @@ def test_the_host_and_machines_without_jax_do_not_use_the_kernel(chips):
     chips.setattr(pallas_attention.importlib.util, "find_spec", lambda name: None)
     assert not kernel_chosen(make_spec(8, 2, 128))
     chips.setenv(VARIABLE, "pallas")
-    with pytest.raises(PlatformError, match=r"jax is not installed.*mvllm-tpu\[pallas\]"):
+    with pytest.raises(PlatformError, match=r"jax is not installed.*install .*torch_xla\[pallas"):
         kernel_chosen(make_spec(8, 2, 128))
     chips.setattr(xla_devices, "find", lambda: xla_devices.Devices("CPU"))
     with pytest.raises(PlatformError, match="runs no kernels of chips"):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import tomllib
 from collections import Counter
 
+from mvllm.testing.report import draw_badge
 from mvllm.version import __version__
-from mvllm_conformance.report import draw_badge
 from tests.unit.docs.platforms_page import ROOT, read_records
 
 FOLDER = ROOT / "docs" / "images"

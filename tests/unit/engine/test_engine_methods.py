@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from mvllm import LLM, AsyncLLM, LLMEngine
 from mvllm.engine.engine_methods import AddedMethods
+from mvllm.installation import install_command
 from tests.helpers.plugins import prepend, write_metadata
 
 
@@ -33,7 +35,10 @@ def test_an_engine_has_the_attributes_that_packages_add(
 def test_a_method_of_a_missing_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     engine = LLM.__new__(LLM)
-    message = r'^LLM\.generate_images needs the package mvllm-image-generation, .* "mvllm\[image-generation\]"$'
+    command = re.escape(install_command("mvllm-image-generation"))
+    message = (
+        rf"^LLM\.generate_images needs the package mvllm-image-generation, which is not installed\. Run: {command}$"
+    )
     with pytest.raises(AttributeError, match=message):
         engine.generate_images("a house")
     assert not hasattr(engine, "images")

@@ -120,7 +120,8 @@ def test_an_option_of_another_engine_names_the_missing_package(
     assert "--help" in second
 
 
-def test_adapters_may_be_json() -> None:
+def test_adapters_may_be_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_check_adapters", lambda adapters, max_rank: None)  # there are no such folders
     words = ["--enable-lora", "--lora-modules", "a=/a", '{"name": "b", "path": "/b", "base_model_name": "m"}']
     found = server(*words, '[{"name": "c", "path": "/c=d"}]')
     assert found.lora_modules == (("a", "/a"), ("b", "/b"), ("c", "/c=d"))

@@ -147,14 +147,12 @@ def test_a_plugins_method_that_fails_over_its_settings_is_named(
 
 
 def test_mismatched_method_names_are_refused_with_a_hint(folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"'int8', but the weights .* stored as 'awq' already.*Leave quantization out"
-    ):
+    with pytest.raises(ConfigError, match=r"'int8', but the weights .* stored as 'awq' already.*Leave it out"):
         config_of(folder, SCHEMES["awq"].config, quantization="int8")
     with pytest.raises(ConfigError, match=r"'gptq', but the weights .* stored as 'awq' already"):
         config_of(folder, SCHEMES["awq"].config, quantization="gptq")
     with pytest.raises(
-        ConfigError, match=r"'awq', which is a way to store weights, .* not quantized.*'int8' or 'int4'"
+        ConfigError, match=r"'awq', which is a way to store weights, .* not quantized.*'int8' or quantization='int4'"
     ):
         check_quantization(config_of(folder, quantization="awq"))
     with pytest.raises(

@@ -19,7 +19,7 @@ from mvllm import plugin_groups
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.errors import ConfigError, RequestError
-from mvllm.installable import missing_part
+from mvllm.installable import installable_parts
 from mvllm.messages.field_checks import describe_value
 from mvllm.messages.requests import RequestPair
 from mvllm.messages.sampling_params import SamplingParams
@@ -169,7 +169,8 @@ def _load(name: str) -> type[PairRequests]:
         source = plugin_groups.find(plugin_groups.REQUEST_PAIRS, name)
         if source is None:
             part = _PARTS.get(name)
-            hint = None if part is None else missing_part(part, parameter)
+            package = installable_parts().get(part or "")  # without a command: clients of a server read this, too
+            hint = f"{parameter} needs the package {package}, which is not installed." if package else None
             names = ", ".join(plugin_groups.allowed_names(plugin_groups.REQUEST_PAIRS)) or "none"
             raise RequestError(
                 hint or f"{parameter}: no installed package has request pairs {name[:40]!r}. There are: {names}.",

@@ -205,4 +205,4 @@ class TestEngine:
         error = capsys.readouterr().err
         assert "did not start (exit status 1)" in error and "no-such" in error
         assert main(["bench", "throughput", *self.SMALL, "--input-len", "5000", "--num-prompts", "1"]) == 1
-        assert "max_model_len" in capsys.readouterr().err
+        assert "--max-model-len" in capsys.readouterr().err

@@ -159,7 +159,7 @@ def test_a_platform_that_is_not_installed_fails_with_the_reason(run):
     done, report = run("--mvllm-platform", "acme")
     assert done.returncode == 1
     assert report["clauses"]["ATT-04"]["status"] == "failed"
-    assert "no installed plugin has that name" in done.stdout
+    assert "No platform is called 'acme'; installed: " in done.stdout
 
 
 def test_the_plugin_is_opt_in(run):

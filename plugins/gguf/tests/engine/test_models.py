@@ -165,7 +165,7 @@ def test_a_file_with_an_unsupported_tokenizer_runs_with_that_of_a_folder(
     checkpoint = make_checkpoint("llama-gqa", tmp_path / "hf")
     extra = {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}
     file = write_gguf(checkpoint, tmp_path / "model.gguf", extra=extra)
-    with pytest.raises(ModelError, match=r"pass tokenizer=\.\.\. with a Hugging Face folder"):
+    with pytest.raises(ModelError, match=r"name a Hugging Face folder or model .* with tokenizer='FOLDER'"):
         EngineArgs.from_kwargs(model=str(file)).create_model_config()
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     texts = []
