@@ -19,8 +19,8 @@ while True:
 
 
 def test_an_activity_that_is_being_written_does_not_seem_old() -> None:
-    table = ActivityTable.create(1)
     begin = time.monotonic()
+    table = ActivityTable.create(1)  # has this time until the writer's first one
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(table.fd)], pass_fds=(table.fd,), stdout=subprocess.PIPE, text=True
     )

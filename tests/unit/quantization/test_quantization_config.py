@@ -156,7 +156,8 @@ def test_mismatched_method_names_are_refused_with_a_hint(folder: Path) -> None:
     ):
         check_quantization(config_of(folder, quantization="awq"))
     with pytest.raises(
-        ConfigError, match=r"'int5', and there is no such method.*: awq, compressed-tensors, fbgemm-fp8, fp8, gguf, gptq"
+        ConfigError,
+        match=r"'int5', and there is no such method.*: awq, compressed-tensors, fbgemm-fp8, fp8, gguf, gptq",
     ):
         check_quantization(config_of(folder, quantization="int5"))
     assert {"awq", "compressed-tensors", "gptq", "int4", "int8"} <= set(supported_methods())
