@@ -85,8 +85,10 @@ INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "to
 OF_OTHERS = (
     "tests/engine/test_ray_*.py",
     *(f"tests/packaging/test_{name}.py" for name in ("*_distribution", "page_commands", "parts", "uv_workspace")),
+    "tests/packaging/test_wheelhouse.py",
+    *("tests/unit/docs", "tests/unit/test_deploy.py", "tests/unit/test_kubernetes.py"),
 )
-"""Tests in tests/ of distributions other than core: workers in Ray, and wheels."""
+"""Tests in tests/ of more than core: workers in Ray, wheels, pages about all distributions, files of deployments."""
 MINIMUM_PYTHON = (3, 11)
 PROMPT = "Once upon a time"
 LINTERS_AT_ONCE = 2
