@@ -134,8 +134,9 @@ def test_wheels_of_the_kernels_need_no_newer_glibc_and_no_libstdcxx(tmp_path, mo
 
 def test_the_kernels_link_no_openmp_runtime():
     library = PROJECT / "src" / "mvllm_cpu" / "_kernels.so"
-    if not library.exists():
-        pytest.skip("not built: no compiler")
+    if not shutil.which("c++"):
+        pytest.skip("no compiler")
+    assert library.exists(), "the set-up compiles the kernels where there is a compiler"
     content = library.read_bytes()
     assert b"omp_get_max_threads" in content, "torch's runtime says how many threads there are"
     assert not re.search(rb"lib(gomp|omp|iomp5)[.-]", content)
