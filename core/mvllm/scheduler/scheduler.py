@@ -346,7 +346,7 @@ class Scheduler:
 
     def make_stats(self) -> SchedulerStats:
         """Gauges as of now, counters since start."""
-        stats, requests = self._stats, self.requests
+        stats, requests, loads = self._stats, self.requests, self.kv_loads
         made: SchedulerStats = msgspec.structs.replace(
             stats,
             num_running=len(requests.running),
@@ -355,9 +355,9 @@ class Scheduler:
             accepted_at=stats.accepted_at.copy(),
             num_waiting_tokens=requests.num_waiting_tokens(),
             num_swapped=requests.num_swapped,
-            num_waiting_for_kv=0 if self.kv_loads is None else self.kv_loads.num_waiting,
-            kv_tiers={} if self.kv_loads is None else self.kv_loads.stats(),
         )
+        if loads is not None:
+            made.num_waiting_for_kv, made.kv_tiers = loads.num_waiting, loads.stats()
         if self._encoders is not None:
             self._encoders.add_stats(made)
         return made
@@ -412,7 +412,8 @@ class Scheduler:
         batch = self._batches.pop(plan.step)
         starts = self._prompt_starts.pop(plan.step, {})
         tokens = output.sampled_token_ids
-        _check_results(plan, output, len(batch))
+        if output.step != plan.step or len(tokens) != len(batch):
+            raise _wrong_results(plan, output, len(batch))
         if self._step_times is not None:
             self._step_times.end_step(plan, self._clock())
         outputs = self.pop_outputs()
@@ -434,7 +435,8 @@ class Scheduler:
         ended, failed = self._append_tokens(batch, tokens, output.further_token_ids, outputs)
         if has_pairs:
             self._stats.num_generated_tokens -= num_companion_tokens(batch, tokens)
-        self._end(ended, failed)
+        if ended or failed:
+            self._end(ended, failed)
         if plan.draft_token_ids:
             self._apply_draft_results(plan, batch, output)
         if output.draft_token_ids:
@@ -601,10 +603,8 @@ class Scheduler:
                 part.check_integrity()
 
 
-def _check_results(plan: SchedulerOutput, output: ModelRunnerOutput, num_rows: int) -> None:
-    num_tokens = len(output.sampled_token_ids)
-    if output.step != plan.step or num_tokens != num_rows:
-        raise PlatformError(
-            f"The workers were given step {plan.step} with {num_rows} rows and answered step {output.step} "
-            f"with {num_tokens} tokens."
-        )
+def _wrong_results(plan: SchedulerOutput, output: ModelRunnerOutput, num_rows: int) -> PlatformError:
+    return PlatformError(
+        f"The workers were given step {plan.step} with {num_rows} rows and answered step {output.step} "
+        f"with {len(output.sampled_token_ids)} tokens."
+    )
