@@ -91,6 +91,7 @@ FOREIGN_KEYWORDS = PluginGroup(
 )
 CHECKPOINT_FORMATS = PluginGroup("mvllm.checkpoint_formats", "checkpoint format")
 WORKERS = PluginGroup("mvllm.workers", "worker", part="graph")
+PROPOSERS = PluginGroup("mvllm.proposers", "method of proposing draft tokens", part="drafts")
 ALIASES = PluginGroup("mvllm.aliases", "module of mvllm")
 ENGINE_METHODS = PluginGroup("mvllm.engine_methods", "method of LLM and AsyncLLM")
 
@@ -106,6 +107,7 @@ ALL = (
     LOGITS_PROCESSORS,
     REQUEST_PAIRS,
     LOGITS_COMBINERS,
+    PROPOSERS,
     KV_CONNECTORS,
     STAT_LOGGERS,
     COMMANDS,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from mvllm.config.draft_method import SpeculativeConfig
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.engine_config_builder import build_engine_config
 from mvllm.config.engine_settings import EngineSettings
@@ -27,7 +28,7 @@ from mvllm.config.model_builder import build_model_config
 from mvllm.config.option import Option, options_of
 from mvllm.config.option_arguments import add_foreign_options, add_option
 from mvllm.config.setting_combinations import check_combinations
-from mvllm.config.speculative import SpeculativeConfig, read_speculative_config
+from mvllm.config.speculative import read_speculative_config
 from mvllm.errors import ConfigError
 
 P = TypeVar("P", bound=argparse.ArgumentParser | argparse._ArgumentGroup)

@@ -8,11 +8,11 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from mvllm.config.draft_method import SpeculativeConfig
 from mvllm.config.kv_events import KVEventsConfig
 from mvllm.config.kv_transfer import KVTransferConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.multimodal import MultiModalConfig
-from mvllm.config.speculative import SpeculativeConfig
 from mvllm.errors import ConfigError
 
 

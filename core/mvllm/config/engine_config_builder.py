@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from mvllm.config.draft_method import SpeculativeConfig
 from mvllm.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -20,7 +21,6 @@ from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import DTYPE_ALIASES
 from mvllm.config.model_limits import check_parallel_sizes, token_budget
 from mvllm.config.multimodal import MultiModalConfig, read_limits, read_media_folder, read_processor_kwargs
-from mvllm.config.speculative import SpeculativeConfig
 
 _KV_DTYPES = DTYPE_ALIASES | {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 

@@ -1,53 +1,82 @@
-"""SpeculativeConfig: the settings of speculative decoding.
-
-The setting `speculative_config` is a JSON object whose keys depend on the method:
+"""The setting `speculative_config`: a JSON object whose keys depend on the method.
 
     {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     {"model": "folder or hub name of a small model", "num_speculative_tokens": 4}
+
+Core has the methods of this module. Other packages add methods by entry points of `mvllm.proposers`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
 
+from mvllm import plugin_groups
+from mvllm.config.draft_method import BuildModel, DraftMethod, DraftSettings, SpeculativeConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model"
 _NGRAM_MODELS = ("ngram", "[ngram]")
-_TRAINED_HEADS = ("eagle", "medusa", "mlp_speculator", "mtp", "dflash")
+_UNSUPPORTED_HEADS = ("medusa", "mlp_speculator")
 
-MAX_SPECULATIVE_TOKENS = 64
 _LONGEST_NGRAM = 64
-BuildModel = Callable[[str, str | None, str | None], ModelConfig]
 _LARGEST_DIFFERENCE = 1024
 """Models of one tokenizer may pad their vocabularies to different sizes."""
 
 
-@dataclass(frozen=True)
-class SpeculativeConfig:
-    """Method and number of draft tokens.
+class NgramMethod(DraftMethod):
+    """What followed the last tokens earlier in the sequence."""
 
-    Attributes:
-        method: `ngram` finds the last tokens earlier in the sequence, `draft_model` runs a smaller model.
-        num_speculative_tokens: Most draft tokens of a sequence per step.
-        prompt_lookup_min, prompt_lookup_max: For `ngram`: shortest and longest n-gram that is matched.
-        model: The draft model, for `draft_model`.
-    """
+    keys: ClassVar = ("prompt_lookup_min", "prompt_lookup_max")
+    summary: ClassVar = "proposes what followed the same tokens earlier in the text"
 
-    method: str
-    num_speculative_tokens: int
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 4
-    model: ModelConfig | None = None
+    def read(self, settings: DraftSettings) -> SpeculativeConfig:
+        count = settings.num_speculative_tokens()
+        longest = settings.integer("prompt_lookup_max", 4, 1, _LONGEST_NGRAM)
+        shortest = settings.integer("prompt_lookup_min", min(2, longest), 1, _LONGEST_NGRAM)
+        if shortest > longest:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min is {shortest}, which is more than prompt_lookup_max "
+                f"({longest}). Lower the one or raise the other."
+            )
+        return SpeculativeConfig(
+            NGRAM, count, shortest, longest, proposer="mvllm.worker.spec_decode.ngram:NgramProposer"
+        )
 
-    @property
-    def num_lookahead_tokens(self) -> int:
-        """KV cache slots after those of a step that drafting needs for each sequence."""
-        return 0 if self.model is None else self.num_speculative_tokens
+
+class DraftModelMethod(DraftMethod):
+    """The tokens of a smaller model."""
+
+    keys: ClassVar = ("model", "revision", "quantization")
+    summary: ClassVar = 'runs a smaller model with the same tokenizer ({"model": NAME, "num_speculative_tokens": 4})'
+
+    def read(self, settings: DraftSettings) -> SpeculativeConfig:
+        count, target = settings.num_speculative_tokens(), settings.target
+        name = settings.text("model")
+        if name is None:
+            raise ConfigError(f"speculative_config: model must be a text, found {settings.values.get('model')!r:.40}.")
+        draft = settings.build_model(name, settings.text("revision"), settings.text("quantization"))
+        if not draft.kind.generates:
+            raise ConfigError(f"speculative_config: {draft.model} generates no tokens, so it cannot be a draft model.")
+        if abs(draft.vocab_size - target.vocab_size) > _LARGEST_DIFFERENCE:
+            raise ConfigError(
+                f"speculative_config: the draft model's vocabulary has {draft.vocab_size} tokens, the model's "
+                f"{target.vocab_size}. Both must have the same tokenizer."
+            )
+        return SpeculativeConfig(
+            DRAFT_MODEL,
+            count,
+            # Its rotary tables need no more rows than the target has positions.
+            model=replace(draft, max_model_len=min(draft.max_model_len, target.max_model_len)),
+            proposer="mvllm.worker.spec_decode.draft_model_proposer:DraftModelProposer",
+        )
+
+
+_METHODS: Mapping[str, type[DraftMethod]] = {NGRAM: NgramMethod, DRAFT_MODEL: DraftModelMethod}
+"""Those of core."""
 
 
 def read_speculative_config(
@@ -69,82 +98,42 @@ def read_speculative_config(
         raise ConfigError("speculative_config is set, but the model generates no tokens. Leave it out.")
     if settings.get("model") in _NGRAM_MODELS:  # vLLM's earlier name of the method
         settings = {"method": NGRAM} | {key: value for key, value in settings.items() if key != "model"}
-    method = settings.get("method", DRAFT_MODEL if "model" in settings else NGRAM)
-    keys = {
-        NGRAM: ("prompt_lookup_min", "prompt_lookup_max"),
-        DRAFT_MODEL: ("model", "revision", "quantization"),
-    }
-    if not isinstance(method, str) or method not in keys:
-        raise ConfigError(_unsupported(method, tuple(keys)))
-    allowed = ("method", "num_speculative_tokens", *keys[method])
-    if unknown := [name for name in settings if name not in allowed]:
+    name = settings.get("method", DRAFT_MODEL if "model" in settings else NGRAM)
+    method = _find(name)
+    allowed = ("method", "num_speculative_tokens", *method.keys)
+    if unknown := [key for key in settings if key not in allowed]:
         raise ConfigError(
-            f"speculative_config has the key {unknown[0]!r:.40}, which the method {method!r} does not have."
+            f"speculative_config has the key {unknown[0]!r:.40}, which the method {name!r} does not have."
             f"{_nearest(unknown[0], allowed)} Its keys: {', '.join(allowed)}."
         )
-    if "num_speculative_tokens" not in settings:
-        raise ConfigError(
-            "speculative_config: num_speculative_tokens is missing. Set the number of draft tokens, for instance 4."
-        )
-    count = _integer(settings, "num_speculative_tokens", 1, 1, MAX_SPECULATIVE_TOKENS)
-    if method == NGRAM:
-        return _ngram_config(settings, count)
-    return _draft_model_config(settings, count, build_model, target)
+    return method.read(DraftSettings(name, settings, target, build_model))
 
 
-def _unsupported(method: object, methods: Sequence[str]) -> str:
-    """Why a method cannot be used, and which can."""
-    name = method if isinstance(method, str) else ""
-    if name.startswith(_TRAINED_HEADS) or name.endswith("_mtp"):
+def _find(name: object) -> DraftMethod:
+    """The method of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if isinstance(name, str) and name in _METHODS:
+        return _METHODS[name]()
+    group = plugin_groups.PROPOSERS
+    source = plugin_groups.find(group, name) if isinstance(name, str) else None
+    if source is not None:
+        return plugin_groups.load_class(group, source, DraftMethod, "proposers.DraftMethod")()
+    others = plugin_groups.allowed_names(group)
+    if name in _UNSUPPORTED_HEADS:
         reason = "is not supported: it drafts with heads that are trained for the model, which are not loaded."
     else:
-        reason = "does not exist." + _nearest(name, methods)
-    return (
-        f"speculative_config: the method {method!r:.40} {reason} There are 'ngram', which proposes what followed the "
-        "same tokens earlier in the text, and 'draft_model', a smaller model with the same tokenizer: "
-        '{"model": NAME, "num_speculative_tokens": 4}.'
+        reason = f"does not exist.{_nearest(name, (*_METHODS, *others))}"
+    raise ConfigError(
+        f"speculative_config: the method {name!r:.40} {reason} There are "
+        + ", ".join(f"{known!r}, which {method.summary}" for known, method in _METHODS.items())
+        + "".join(f", {other!r}" for other in others)
+        + f".{plugin_groups.missing_part_of(group)}"
     )
 
 
-def _nearest(word: object, known: Sequence[str]) -> str:
+def _nearest(word: object, known: tuple[str, ...]) -> str:
     nearest = difflib.get_close_matches(str(word), known, n=1, cutoff=0.75)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
-
-
-def _ngram_config(settings: Mapping[str, Any], count: int) -> SpeculativeConfig:
-    longest = _integer(settings, "prompt_lookup_max", 4, 1, _LONGEST_NGRAM)
-    shortest = _integer(settings, "prompt_lookup_min", min(2, longest), 1, _LONGEST_NGRAM)
-    if shortest > longest:
-        raise ConfigError(
-            f"speculative_config: prompt_lookup_min is {shortest}, which is more than prompt_lookup_max "
-            f"({longest}). Lower the one or raise the other."
-        )
-    return SpeculativeConfig(NGRAM, count, shortest, longest)
-
-
-def _draft_model_config(
-    settings: Mapping[str, Any], count: int, build_model: BuildModel, target: ModelConfig
-) -> SpeculativeConfig:
-    names = {name: settings.get(name) for name in ("model", "revision", "quantization")}
-    for name, value in names.items():
-        if not (isinstance(value, str) or (value is None and name != "model")):
-            raise ConfigError(f"speculative_config: {name} must be a text, found {value!r:.40}.")
-    draft = build_model(str(names["model"]), names["revision"], names["quantization"])
-    if not draft.kind.generates:
-        raise ConfigError(f"speculative_config: {draft.model} generates no tokens, so it cannot be a draft model.")
-    if abs(draft.vocab_size - target.vocab_size) > _LARGEST_DIFFERENCE:
-        raise ConfigError(
-            f"speculative_config: the draft model's vocabulary has {draft.vocab_size} tokens, the model's "
-            f"{target.vocab_size}. Both must have the same tokenizer."
-        )
-    # Its rotary tables need no more rows than the target has positions.
-    return SpeculativeConfig(
-        DRAFT_MODEL, count, model=replace(draft, max_model_len=min(draft.max_model_len, target.max_model_len))
-    )
-
-
-def _integer(settings: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
-    value = settings.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ConfigError(f"speculative_config: {name} must be an integer from {least} to {most}, found {value!r:.40}.")
-    return value

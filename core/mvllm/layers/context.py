@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
@@ -179,6 +179,8 @@ class ForwardStep:
         cross_inputs: Of models with cross-attention, parallel to the requests of the step: the encoder's result of each
             request, [rows, width], compute dtype, device; None for a request without items. None in steps without any.
         query_start_loc: int32 [R + 1], host: the first token of each request; only with `cross_inputs`.
+        kept_layers: Layers before which the model keeps the residual stream, rising; see `CausalLM.keeps_layers`.
+        kept_states: What it has kept so far, [T, hidden_size] each.
     """
 
     metadata: Mapping[Hashable, AttentionMetadata]
@@ -194,3 +196,5 @@ class ForwardStep:
     rope_positions: torch.Tensor | None = None
     cross_inputs: Sequence[torch.Tensor | None] | None = None
     query_start_loc: np.ndarray | None = None
+    kept_layers: tuple[int, ...] = ()
+    kept_states: list[torch.Tensor] = field(default_factory=list)

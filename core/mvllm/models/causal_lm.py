@@ -52,6 +52,8 @@ class CausalLM(nn.Module, ABC):
         tied_names: The tensors of a tied head and of the embedding, on one rank of the last stage, else None. A
             checkpoint that has both must have equal ones.
         item_encoder: Encoders of images and audio on the first stage of multimodal models; else None.
+        keeps_layers: Whether `forward` adds to `ForwardStep.kept_states` the residual stream before the layers of
+            `kept_layers`.
         scores: Classification head on the last stage: pooled states [n, hidden_size] to [n, labels]; else None.
     """
 
@@ -65,6 +67,7 @@ class CausalLM(nn.Module, ABC):
     original_context: int = 0
     uses_token_types: bool = False
     reads_per_layer_config: bool = False
+    keeps_layers: bool = False
     module_names: ModuleNames = ModuleNames({})
     remote_methods: frozenset[str] = frozenset()
     lm_head: LMHead | None

@@ -214,6 +214,7 @@ class LlamaLayer(nn.Module):
 class LlamaForCausalLM(CausalLM):
     """`LlamaForCausalLM` of Hugging Face checkpoints."""
 
+    keeps_layers = True
     first_stage_names: tuple[str, ...] = ("model.embed_tokens.",)
     last_stage_names: tuple[str, ...] = ("model.norm.",)
 
@@ -324,6 +325,8 @@ class LlamaForCausalLM(CausalLM):
         angles = {each: each.angles(positions, step.prompt_lens, step.rope_positions) for each in rotaries}
         residual = None
         for number, layer in zip(self._layer_numbers(), self.layers, strict=True):
+            if number in step.kept_layers:
+                step.kept_states.append(x if residual is None else x + residual)
             x, residual = layer(x, residual, angles[self._rotary_of(number)], step)
             if step.item_embeds is not None:
                 residual = self.add_behind_layer(number, residual, step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from mvllm.config.draft_method import SpeculativeConfig
 from mvllm.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -22,7 +23,6 @@ from mvllm.config.kv_transfer import KVConnectorConfig, KVTransferConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
-from mvllm.config.speculative import SpeculativeConfig
 from mvllm.config.token_spaces import TokenSpace
 from mvllm.contract import Phase
 from mvllm.errors import ConfigError, ContractError, MvllmError, PlatformError

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mvllm.errors import ModelError
 from mvllm.layers.context import ForwardStep
 from mvllm.layers.lora import CurrentLoRAMapping, LoRAMapping
 from mvllm.platform.attention import AttentionBackend, AttentionMetadata, BatchLayout
@@ -69,6 +70,7 @@ class DecoderForward(StepForward):
     Attributes:
         lora: The LoRA mapping that the layers of the model read; None without LoRA.
         static_items: Places the items of every step, where shapes are static; None without items.
+        layer_states: [T, n * hidden_size]: what the last `run` has kept, see `keep_layers`; None without such layers.
     """
 
     def __init__(
@@ -79,8 +81,23 @@ class DecoderForward(StepForward):
         self.state_backend = state_backend
         self.lora: CurrentLoRAMapping | None = None
         self.static_items: StaticItemInputs | None = None
+        self.layer_states: torch.Tensor | None = None
+        self._kept_layers: tuple[int, ...] = ()
         self._compiled: Callable[..., torch.Tensor] | None = None
         self._omits_prompt_lens = False
+
+    def keep_layers(self, layers: tuple[int, ...]) -> None:
+        """Lets every `run` keep the residual stream before these layers. Call it before `compile`.
+
+        Raises:
+            ModelError: The model does not keep it.
+        """
+        if layers and not self.model.keeps_layers:
+            raise ModelError(
+                f"The method of speculative_config reads hidden states between the layers of the model, which "
+                f"{type(self.model).__name__} does not give. Choose another method."
+            )
+        self._kept_layers = layers
 
     def compile(self, compiler: CompileBackend) -> None:
         self._compiled = compiler.compile(self.call_model, dynamic=True)
@@ -97,10 +114,25 @@ class DecoderForward(StepForward):
         adapters: LoRAMapping | None = None,
         items: StepItemTensors | None = None,
     ) -> torch.Tensor:
-        """As StepForward.run.
+        """As StepForward.run. Sets `layer_states`.
 
         A step with items is not compiled, unless shapes are static: the number of rows differs.
         """
+        found = self._run(inputs, intermediate, adapters, items)
+        if not self._kept_layers:
+            return found
+        size = found.shape[1] // (1 + len(self._kept_layers))
+        self.layer_states = found[:, size:]
+        return found[:, :size].contiguous()
+
+    def _run(
+        self,
+        inputs: StepInputs,
+        intermediate: torch.Tensor | None,
+        adapters: LoRAMapping | None,
+        items: StepItemTensors | None,
+    ) -> torch.Tensor:
+        """[T, hidden_size], with what is kept side by side behind it."""
         function = self.call_model if self._compiled is None else self._compiled
         metadata: list[Any] = [
             builder.build_metadata(_layout_for(builder, inputs, group))
@@ -168,9 +200,11 @@ class DecoderForward(StepForward):
         if self.state_backend is not None:
             metadata, slots = metadata[:-1], metadata[-1]
         of_groups: dict[Hashable, AttentionMetadata] = dict(zip(self.attention_groups, metadata, strict=True))
-        step = ForwardStep(of_groups, prompt_lens, state_metadata=slots, **(fields or {}))
+        step = ForwardStep(
+            of_groups, prompt_lens, state_metadata=slots, kept_layers=self._kept_layers, **(fields or {})
+        )
         hidden: torch.Tensor = self.model(token_ids, positions, step, intermediate)
-        return hidden
+        return torch.cat((hidden, *step.kept_states), dim=1) if self._kept_layers else hidden
 
     def _active(self, adapters: LoRAMapping) -> AbstractContextManager[None]:
         assert self.lora is not None

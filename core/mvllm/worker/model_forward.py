@@ -86,6 +86,8 @@ class ModelForward:
         if items is not None and self.loader.encoders_on_host:
             dtype, has_rows = torch_dtype(self.config.model.dtype), self.pipeline.is_first
             decoder.static_items = StaticItemInputs(items, dtype, self.runtime, has_rows=has_rows)
+        if (speculative := self.config.speculative) is not None:
+            decoder.keep_layers(speculative.reads_layers)
         self.decoder = decoder
 
     def release(self) -> None:
@@ -155,6 +157,11 @@ class ModelForward:
     def _item_encoder(self) -> ItemEncoder | None:
         """The encoders of the model's items, if it is loaded and has any."""
         return self.loader.model.item_encoder if self.loader.is_loaded else None
+
+    @property
+    def layer_states(self) -> torch.Tensor | None:
+        """As `DecoderForward.layer_states`, of the last step."""
+        return self.decoder.layer_states if isinstance(self.decoder, DecoderForward) else None
 
     @property
     def logits_model(self) -> LogitsModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,6 +13,7 @@ from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.quantization.registry import quantization_method
+from mvllm.models.draft_head import DraftHead
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.weight_loader import load_weights
 from mvllm.models.weight_update import ModelWeightUpdate, UnallocatedContext
@@ -97,7 +99,7 @@ class ModelLoader:
             )
             if context.batch_invariant:  # draft tokens do not affect outputs
                 whole = dataclasses.replace(whole, ops=self._resolve_ops(batch_invariant=False), batch_invariant=False)
-            self.draft = DraftModel(draft, self._load(dataclasses.replace(draft, multimodal=None), whole))
+            self.draft = self._load_draft(draft, whole, model)
             layers = [*layers, *self.draft.model.attention_layers()]
             draft_states = self.draft.model.state_layers()
         if (lora := self._config.lora) is not None:
@@ -109,6 +111,24 @@ class ModelLoader:
                 )
         self._layers.set_layers(layers, model.state_layers(), draft_states)
         return context
+
+    def _load_draft(self, config: ModelConfig, context: BuildContext, target: CausalLM) -> DraftModel:
+        """Loads the draft model or draft head. A head shares modules with the served model."""
+        assert self._config.speculative is not None
+        path = self._config.speculative.model_class
+        make: ModelMaker | None = None
+        if path:
+            module, _, name = path.partition(":")
+            head_class = getattr(importlib.import_module(module), name)
+
+            def make(_: type[CausalLM], config: ModelConfig, context: BuildContext) -> CausalLM:
+                built: CausalLM = head_class(config, context)
+                return built
+
+        model = self._load(dataclasses.replace(config, multimodal=None), context, make)
+        if isinstance(model, DraftHead):
+            model.share(target)
+        return DraftModel(config, model)
 
     def make_context(self) -> BuildContext:
         """What the served model is built with. The draft model's differs in groups, quantization and adapters."""
@@ -175,9 +195,9 @@ class ModelLoader:
         check_length(model, self._runtime.memory())
         return model
 
-    def _load(self, config: ModelConfig, context: BuildContext) -> CausalLM:
-        """Builds one model on the device and loads its weights."""
-        model = self.build(config, context)
+    def _load(self, config: ModelConfig, context: BuildContext, make: ModelMaker | None = None) -> CausalLM:
+        """Builds one model on the device and loads its weights. `make` as in `build`."""
+        model = self.build(config, context, make)
         load_weights(
             model,
             config.path,

@@ -59,7 +59,7 @@ from mvllm.worker.pair_sampling import PairSampling
 from mvllm.worker.pipeline_transport import PipelineTransport
 from mvllm.worker.prompt_logprobs import PromptLogprobsComputer
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
-from mvllm.worker.spec_decode.proposer import Proposer, make_proposer
+from mvllm.worker.spec_decode.proposer import DraftStep, Proposer, make_proposer
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, ragged_ranges
 from mvllm.worker.step_result import ComputedStep, StepResult
 from mvllm.worker.warm_up import profile_step, sample_sizes, warm_up
@@ -355,6 +355,8 @@ class ModelRunner:
         On a pipeline stage but the last, the output has no tokens.
         """
         self._pipeline.apply_pending_outputs(plan, self.rows)
+        if self._proposer is not None and plan.freed_rows:
+            self._proposer.on_requests_removed(plan.freed_rows)
         self.rows.apply_plan(plan)
         if plan.freed_encoder_outputs:
             self._encoders.free(plan)
@@ -540,14 +542,14 @@ class ModelRunner:
         output, tokens = result.read()
         accepted = {plan.rows[position]: drafts for position, drafts in output.further_token_ids.items()}
         self.rows.append_sampled_tokens(inputs.rows[positions], tokens, accepted)
-        if self._proposer is not None:
-            output.draft_token_ids = self._propose_drafts(self._proposer, inputs, output)
+        if self._proposer is not None and hidden is not None:
+            output.draft_token_ids = self._propose_drafts(self._proposer, inputs, hidden, output)
         if not self._pipeline.is_first:
             self._pipeline.send_output(output, any_sampled=len(tokens) > 0)
         return output
 
     def _propose_drafts(
-        self, proposer: Proposer, inputs: StepInputs, output: ModelRunnerOutput
+        self, proposer: Proposer, inputs: StepInputs, hidden: torch.Tensor, output: ModelRunnerOutput
     ) -> dict[int, list[int]]:
         """Draft tokens by position in the batch."""
         positions = inputs.sampling_positions
@@ -559,7 +561,15 @@ class ModelRunner:
         rows = inputs.rows[positions]
         excluded |= self.rows.num_computed[rows] + 1 < self.rows.history.num_tokens[rows]
         positions = positions[~excluded]
-        drafts = proposer.propose(inputs.rows[positions], np.delete(inputs.rows, positions), inputs)
+        step = DraftStep(
+            inputs.rows[positions],
+            np.delete(inputs.rows, positions),
+            inputs,
+            self._num_speculative,
+            hidden,
+            self._forward.layer_states,
+        )
+        drafts = proposer.propose(step)
         return {position: tokens for position, tokens in zip(positions.tolist(), drafts, strict=True) if tokens}
 
     def _upload_masks(self, inputs: StepInputs, masks: TokenMasks | None) -> torch.Tensor | None:

@@ -145,6 +145,7 @@ class StepInputBuilder:
         with_states: The model has sequence states.
         is_causal: The model takes token ids only: non-causal spans of the rows do not concern it, and steps may cut
             them.
+        token_offset: The token at a position of the step is that so many positions behind it in the history.
 
     Attributes:
         staging: The buffers of the step that `build` has begun. The caller ends the step there after submitting it.
@@ -165,8 +166,10 @@ class StepInputBuilder:
         is_static: bool = False,
         with_states: bool = False,
         is_causal: bool = False,
+        token_offset: int = 0,
     ) -> None:
         self._runtime = runtime
+        self._token_offset = token_offset
         self._is_causal = is_causal
         self._is_static = is_static
         self._with_states = with_states
@@ -445,7 +448,7 @@ class StepInputBuilder:
             row_of_token = rows.repeat(num_scheduled)
             offsets = self._counting[:num_tokens] - query_start_loc[:num_requests].repeat(num_scheduled)
             position = first.repeat(num_scheduled) + offsets
-        token_ids[:num_tokens] = history.token_ids[row_of_token, position]
+        token_ids[:num_tokens] = history.token_ids[row_of_token, position + self._token_offset]
         positions[:num_tokens] = position
         if items.has_shifts:
             positions[:num_tokens] += items.shifts_of(rows, first, num_scheduled, position)

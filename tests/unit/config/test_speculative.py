@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from mvllm.config.draft_method import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from mvllm.config.engine_args import EngineArgs
-from mvllm.config.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from mvllm.errors import ConfigError, ModelError
 
 CONFIG = {
@@ -72,8 +72,8 @@ def test_speculative_decoding_is_off_by_default(target: Path) -> None:
 )
 def test_n_gram_lengths_have_defaults(target: Path, settings: dict[str, Any], bounds: tuple[int, int]) -> None:
     found = read(target, {"num_speculative_tokens": 5, **settings})
-    assert found == SpeculativeConfig("ngram", 5, *bounds)
     assert found is not None and found.num_lookahead_tokens == 0
+    assert found == SpeculativeConfig("ngram", 5, *bounds, proposer=found.proposer)
 
 
 def test_a_draft_models_config_is_read_from_its_folder(target: Path, small: Path) -> None:
@@ -93,7 +93,10 @@ def test_a_draft_models_config_is_read_from_its_folder(target: Path, small: Path
             {"method": "medusa", "num_speculative_tokens": 2},
             ["'medusa' is not supported: it drafts with heads", "There are 'ngram'"],
         ),
-        ({"method": ["ngram"], "num_speculative_tokens": 2}, ["method ['ngram'] does not exist", "and 'draft_model'"]),
+        (
+            {"method": ["ngram"], "num_speculative_tokens": 2},
+            ["method ['ngram'] does not exist", "'draft_model', which runs a smaller model"],
+        ),
         ({"method": None, "num_speculative_tokens": 2}, ["method None does not exist"]),
         ({"method": "ngrm", "num_speculative_tokens": 2}, ["Did you mean 'ngram'?"]),
         ({"method": "ngram"}, ["num_speculative_tokens is missing", "for instance 4"]),

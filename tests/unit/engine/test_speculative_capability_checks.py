@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from mvllm.config.draft_method import SpeculativeConfig
 from mvllm.config.engine_config import EngineConfig
-from mvllm.config.speculative import SpeculativeConfig
 from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.errors import ConfigError
 from mvllm.platform.capabilities import Capabilities

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 import pytest
 
-from mvllm.sampling.token_history import TokenHistory
-from mvllm.worker.spec_decode.proposer import NgramProposer
-from mvllm.worker.step_inputs import StepInputs
+from mvllm.worker.spec_decode.ngram import tokens_after_match
 
 
 def propose(*sequences: list[int], num_tokens: int = 3, shortest: int = 2, longest: int = 4) -> list[list[int]]:
-    history = TokenHistory(len(sequences) + 1, 64)
-    for row, tokens in enumerate(sequences, start=1):
-        history.set_row(row, tokens, 1)
-        history.set_draft_tokens(row, [1, 2, 3, 1, 2, 3])  # of an earlier step: not a token of the row
-    proposer = NgramProposer(history, num_tokens=num_tokens, shortest=shortest, longest=longest)
-    step = cast(StepInputs, None)  # not read
-    return proposer.propose(np.arange(1, len(sequences) + 1), np.array([0]), step)
+    return [tokens_after_match(np.array(tokens), num_tokens, shortest, longest) for tokens in sequences]
 
 
 def reference_proposal(tokens: list[int], num_tokens: int, shortest: int, longest: int) -> list[int]:

@@ -1,45 +1,16 @@
-"""Speculative decoding with a draft model: a smaller model generates draft tokens, which the served model verifies.
-
-Its attention layers share the KV cache and the block tables of the served model, so that prefix sharing and preemption
-need nothing of their own. For each step of the served model it computes the same tokens; then, for rows that have
-sampled, it computes that token and its own draft tokens one by one:
-
-    model    a b c d   e . .           step over the known token e and the drafts f g: f is accepted, then x is sampled
-    draft    a b c d   e f g                            passes over e, f (generated them) ...
-             a b c d   e f x y                          ... next over x, giving y, over y, giving z: the new drafts
-
-Keys and values of rejected draft tokens are overwritten.
-
-If the draft model or the served model has layers with a sequence state, both have the same state slots, and a draft
-model with states goes through each step of the served model with the slots of that step. So every slot holds the states
-of both after the same tokens, whether it is a row's slot, a snapshot, or the state to which a row goes back after a
-rejected draft token. The draft tokens themselves are computed in slots that only the draft model has (StateLayers):
-
-    step     served model reads 4, writes 7    draft model reads 4, writes 7
-    drafts                                     reads 7, writes its slot of the row; then reads and writes that slot
-
-It samples with the parameters and random numbers of the
-served model, so that draft tokens are accepted where the two distributions are nearly equal, also with temperature.
-"""
+"""DraftModel: the model of a method of speculative decoding, which is loaded beside the served model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-
 from mvllm.config.model import ModelConfig
-from mvllm.sampling.sampler import Sampler
+from mvllm.models.draft_head import DraftHead
 from mvllm.worker.decoder_forward import DecoderForward, StepForward
-from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.space_logits import LogitsModel
 from mvllm.worker.state_layers import step_backend_of
-from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 
 if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
@@ -47,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft model.
+    """A draft model or a draft head.
 
     Attributes:
         config: Its config.
@@ -56,6 +27,11 @@ class DraftModel:
 
     config: ModelConfig
     model: CausalLM
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it reads hidden states of the served model."""
+        return isinstance(self.model, DraftHead)
 
     @property
     def logits_model(self) -> LogitsModel:
@@ -70,135 +46,3 @@ class DraftModel:
         """
         groups = layers.attention_groups_of(self.model.attention_layers())
         return DecoderForward(self.model, groups, step_backend_of(self.model.state_layers()))
-
-
-class DraftModelProposer:
-    """Proposes the tokens of a draft model.
-
-    Args:
-        draft: The draft model.
-        forward: Its forward pass, compiled if it is to be.
-        target: The config of the served model.
-        rows: The worker's rows.
-        block_size: Tokens per KV block.
-        inputs: Builds its inputs.
-        sampler: Samples its tokens.
-        num_tokens: Draft tokens of a request in one step.
-        first_state_slot: The state slot of row 0 that only this model has; None if it has no states.
-    """
-
-    def __init__(
-        self,
-        draft: DraftModel,
-        forward: StepForward,
-        target: ModelConfig,
-        *,
-        rows: InputBatch,
-        block_size: int,
-        inputs: StepInputBuilder,
-        sampler: Sampler,
-        num_tokens: int,
-        first_state_slot: int | None = None,
-    ) -> None:
-        self._forward = forward
-        self._logits_model = draft.logits_model
-        self._draft_vocab_size = draft.config.vocab_size
-        self._max_len = min(draft.config.max_model_len, target.max_model_len)
-        self._vocab_size = target.vocab_size
-        self._rows = rows
-        self._block_size = block_size
-        self._inputs = inputs
-        self._sampler = sampler
-        self._num_tokens = num_tokens
-        self._num_computed = rows.num_computed.copy()  # of rows that run already: the caches are kept
-        """int32 [max_rows]: leading known tokens of each row that this model has computed."""
-        self._own_slots: np.ndarray | None = None
-        """int32 [max_rows]: the state slot of each row that only this model has."""
-        if first_state_slot is not None:
-            self._own_slots = np.arange(first_state_slot, first_state_slot + rows.max_rows, dtype=np.int32)
-        self._slots = np.zeros(rows.max_rows, dtype=np.int32)
-        """int32 [max_rows]: the slot with the state of each row after its last step."""
-
-    def on_requests_added(self, rows: Sequence[int]) -> None:
-        """See Proposer."""
-        self._num_computed[rows] = self._rows.num_computed[rows]
-
-    def propose(self, rows: np.ndarray, others: np.ndarray, step: StepInputs) -> list[list[int]]:
-        """See Proposer."""
-        history = self._rows.history
-        drafts: list[list[int]] = [[] for _ in rows]
-        lengths = history.num_tokens[rows]
-        room = np.minimum(self._rows.num_blocks[rows] * self._block_size, self._max_len) - lengths
-        if self._own_slots is None:
-            every = np.concatenate((rows, others))
-            # Keys and values of rejected draft tokens do not count.
-            self._num_computed[every] = np.minimum(self._num_computed[every], history.num_tokens[every] - 1)
-            # All rows catch up: other requests may share the blocks of a row, and its next step must not be larger.
-            self._catch_up(np.concatenate((others, rows[room < 0])))
-        else:
-            self._follow(step)
-        for i in range(self._num_tokens):
-            at = np.flatnonzero(room >= i)
-            if not len(at):
-                break
-            chosen, seq_lens = rows[at], lengths[at] + i
-            slots = None
-            if self._own_slots is not None:
-                own = self._own_slots[chosen]
-                slots = np.stack((own if i else self._slots[chosen], own))
-            logits = self._compute(chosen, seq_lens, np.arange(len(at)), slots)
-            self._num_computed[chosen] = seq_lens
-            sampled = self._sampler.sample(
-                logits, chosen, self._rows.sampling, history, seq_lens=seq_lens, only_tokens=True
-            ).tolist()
-            for place, row, token in zip(at.tolist(), chosen.tolist(), sampled, strict=True):
-                drafts[place].append(token)
-                history.set_draft_tokens(row, drafts[place])
-        return drafts
-
-    def _catch_up(self, rows: np.ndarray) -> None:
-        """Computes these rows up to what the served model has computed."""
-        seq_lens = np.minimum(self._rows.num_computed[rows], self._max_len)
-        behind = seq_lens > self._num_computed[rows]
-        if behind.any():
-            self._compute(rows[behind], seq_lens[behind], np.empty(0, dtype=np.int64))
-            self._num_computed[rows[behind]] = seq_lens[behind]
-
-    def _follow(self, step: StepInputs) -> None:
-        """Computes the tokens of a step, draft tokens included, with its state slots.
-
-        The draft tokens have been accepted, or the slot that the step writes is not used.
-        """
-        assert step.state_layout is not None
-        rows, first = step.rows, step.first_positions
-        slots = np.stack((step.state_layout.read_slots[: len(rows)], step.state_layout.write_slots[: len(rows)]))
-        seq_lens = np.minimum(first + step.num_scheduled, self._max_len)
-        self._num_computed[rows] = first
-        fits = seq_lens > first
-        if fits.any():
-            self._compute(rows[fits], seq_lens[fits], np.empty(0, dtype=np.int64), slots[:, fits])
-        self._num_computed[rows], self._slots[rows] = first + step.num_scheduled, slots[1]
-
-    def _compute(
-        self,
-        rows: np.ndarray,
-        seq_lens: np.ndarray,
-        sampling_positions: np.ndarray,
-        state_slots: np.ndarray | None = None,
-    ) -> torch.Tensor:
-        """Computes rows up to `seq_lens`; returns the logits of those at `sampling_positions`, [S, vocab].
-
-        `state_slots` are as in StepInputBuilder.build_rows.
-        """
-        first = self._num_computed[rows]
-        inputs = self._inputs.build_rows(rows, first, seq_lens - first, sampling_positions, None, state_slots)
-        if self._draft_vocab_size < self._vocab_size:  # a token unknown to the draft model is replaced by its last one
-            inputs.token_ids = inputs.token_ids.clamp(max=self._draft_vocab_size - 1)
-        hidden = self._forward.run(inputs)
-        self._inputs.staging.end_step()
-        if not len(sampling_positions):
-            return hidden
-        logits = self._logits_model.compute_logits(hidden.index_select(0, inputs.logits_indices))
-        logits = logits[: len(sampling_positions)]
-        missing = self._vocab_size - logits.shape[1]
-        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self._vocab_size]

@@ -1,88 +1,146 @@
-"""Proposers of draft tokens for speculative decoding: the interface, n-gram lookup, and their construction."""
+"""Proposers of draft tokens for speculative decoding: the interface, and their construction.
+
+    a step of the served model ──> sampled tokens, hidden states
+                                   └ DraftStep ──Proposer.propose──> draft tokens, which the next step verifies
+
+A proposer is the class that `SpeculativeConfig.proposer` names. It may have a model of its own
+(`ProposerContext.draft`), which was loaded beside the served model, and whose attention layers share its block tables.
+"""
 
 from __future__ import annotations
 
+import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from mvllm.config.draft_method import SpeculativeConfig
+from mvllm.config.engine_config import EngineConfig
+from mvllm.errors import ConfigError
+from mvllm.platform.runtime import DeviceRuntime
 from mvllm.sampling.sampler import Sampler
-from mvllm.sampling.token_history import TokenHistory
+from mvllm.worker.decoder_forward import StepForward
 from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.model_forward import ModelForward
-from mvllm.worker.spec_decode.draft_model import DraftModelProposer
+from mvllm.worker.spec_decode.draft_model import DraftModel
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 
-
-class Proposer(Protocol):
-    """Proposes draft tokens. Their quality changes the speed of generation, never the tokens."""
-
-    def on_requests_added(self, rows: Sequence[int]) -> None:
-        """Requests were added to rows, with their cached prefixes."""
-
-    def propose(self, rows: np.ndarray, others: np.ndarray, step: StepInputs) -> list[list[int]]:
-        """Proposes draft tokens after a step, for rows that have sampled in it.
-
-        Every row of the step is in `rows` or in `others`.
-
-        Args:
-            rows: int64 [n]: distinct.
-            others: int64 [m]: rows without draft tokens, because their prompts are not complete, because each of their
-                tokens must be known before the next one is sampled, or because they compute tokens again.
-            step: The inputs of the step.
-
-        Returns:
-            For each of `rows` at most `num_speculative_tokens` tokens, or none.
-        """
+if TYPE_CHECKING:
+    from mvllm.models.causal_lm import CausalLM
 
 
-class NgramProposer:
-    """Finds the last tokens of a sequence earlier in it, and proposes the tokens that followed there.
+@dataclass(frozen=True)
+class DraftStep:
+    """A step of the served model whose tokens are known. Every row of the step is in `rows` or in `others`.
 
-        a b c d e . . . . b c       the last 2 tokens also occur before d e
-                            d e     the draft tokens
-
-    The longest match counts, and among equally long ones the latest. It needs no weights, and pays off where text is
-    copied: quotations, edited code, lists.
-
-    Args:
-        history: The rows' tokens.
-        num_tokens: Most draft tokens of a request.
-        shortest: Shortest match.
-        longest: Longest match that is looked for.
+    Attributes:
+        rows: int64 [n]: distinct; those that get draft tokens.
+        others: int64 [m]: rows without draft tokens, because their prompts are not complete, because each of their
+            tokens must be known before the next one is sampled, or because they compute tokens again.
+        inputs: The inputs of the step. They stay valid until the inputs of another step are built.
+        num_tokens: Most draft tokens of a row.
+        hidden: [T, hidden_size], compute dtype, device: the hidden states from which logits are computed. They may be
+            overwritten by the next step.
+        layer_states: [T, n * hidden_size], compute dtype, device: the residual stream before each of
+            `SpeculativeConfig.reads_layers`, side by side; None without such layers.
     """
 
-    def __init__(self, history: TokenHistory, *, num_tokens: int, shortest: int, longest: int) -> None:
-        self._history = history
-        self._num_tokens = num_tokens
-        self._shortest = shortest
-        self._longest = longest
+    rows: np.ndarray
+    others: np.ndarray
+    inputs: StepInputs
+    num_tokens: int
+    hidden: torch.Tensor
+    layer_states: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ProposerContext:
+    """What a proposer is created with, on the last pipeline stage. The KV cache is allocated.
+
+    Attributes:
+        config: The engine's configuration.
+        settings: Its `speculative`.
+        target: The served model.
+        draft: The model of the method; None for a method without one.
+        rows: The worker's rows; `rows.history` has their tokens.
+        block_size: Tokens per KV block.
+        runtime: The device.
+        forward: The forward pass of the served model.
+        make_sampler: Makes a sampler.
+        first_state_slot: The state slot of row 0 that only the draft model has; None if it has no states.
+    """
+
+    config: EngineConfig
+    settings: SpeculativeConfig
+    target: CausalLM
+    draft: DraftModel | None
+    rows: InputBatch
+    block_size: int
+    runtime: DeviceRuntime
+    forward: ModelForward
+    make_sampler: Callable[[], Sampler]
+    first_state_slot: int | None = None
+
+    @property
+    def own_draft(self) -> DraftModel:
+        """The model of the method, which must have one."""
+        assert self.draft is not None, f"the method {self.settings.method} has a model"
+        return self.draft
+
+    def make_forward(self) -> StepForward:
+        """The forward pass of the draft model, compiled as that of the served model is."""
+        forward = self.own_draft.forward(self.forward.layers)
+        self.forward.compile(forward)
+        return forward
+
+    def make_inputs(self, *, token_offset: int = 0) -> StepInputBuilder:
+        """Builds inputs of steps of the draft model.
+
+        Args:
+            token_offset: The token at a position is that so many positions behind it.
+        """
+        scheduler, model = self.config.scheduler, self.own_draft.model
+        return StepInputBuilder(
+            self.rows,
+            block_size=self.block_size,
+            max_tokens=scheduler.max_num_batched_tokens + scheduler.max_num_seqs,
+            max_rows=scheduler.max_num_seqs,
+            runtime=self.runtime,
+            shapes=self.forward.shapes(),
+            with_prompt_lens=model.uses_prompt_lens,
+            with_states=bool(model.state_layers()),
+            is_causal=True,  # it sees placeholders instead of images, and its limit of tokens may be inside of one
+            token_offset=token_offset,
+        )
+
+
+class Proposer(ABC):
+    """Proposes draft tokens. Their quality changes the speed of generation, never the tokens.
+
+    Args:
+        context: See ProposerContext.
+    """
+
+    def __init__(self, context: ProposerContext) -> None:
+        self.context = context
 
     def on_requests_added(self, rows: Sequence[int]) -> None:
-        """Does nothing."""
+        """Requests were added to rows, with their cached prefixes. By default nothing happens."""
 
-    def propose(self, rows: np.ndarray, others: np.ndarray, step: StepInputs) -> list[list[int]]:
-        """See Proposer."""
-        history = self._history
-        return [self._tokens_after_match(history.token_ids[row, : history.num_tokens[row]]) for row in rows.tolist()]
+    def on_requests_removed(self, rows: Sequence[int]) -> None:
+        """Requests are about to leave their rows: they have ended or are preempted. By default nothing happens."""
 
-    def _tokens_after_match(self, tokens: np.ndarray) -> list[int]:
-        """The tokens that followed the longest match."""
-        found = np.flatnonzero(tokens[:-1] == tokens[-1])
-        length = 1 if len(found) else 0
-        for back in range(1, min(self._longest, len(tokens))):
-            longer = found[found >= back]
-            longer = longer[tokens[longer - back] == tokens[-1 - back]]
-            if not len(longer):
-                break
-            found, length = longer, back + 1
-        if length < self._shortest:
-            return []
-        begin = int(found[-1]) + 1
-        known = tokens[begin : begin + self._num_tokens].tolist()
-        # A match near the end is shorter than the draft: it is repeated.
-        return [known[i % len(known)] for i in range(self._num_tokens)]
+    @abstractmethod
+    def propose(self, step: DraftStep) -> list[list[int]]:
+        """Proposes draft tokens after a step, for rows that have sampled in it.
+
+        Returns:
+            For each of `step.rows` at most `step.num_tokens` tokens, or none.
+        """
 
 
 def make_proposer(
@@ -95,38 +153,41 @@ def make_proposer(
         rows: The worker's rows.
         make_sampler: Makes the sampler of a draft model.
         block_size: Tokens per KV block.
+
+    Raises:
+        ConfigError: The method names no class of proposers.
     """
-    config, draft = forward.config.speculative, forward.loader.draft
-    if config is None or not forward.pipeline.is_last:
+    settings, draft = forward.config.speculative, forward.loader.draft
+    if settings is None or not forward.pipeline.is_last:
         return None
-    if draft is None:
-        return NgramProposer(
-            rows.history,
-            num_tokens=config.num_speculative_tokens,
-            shortest=config.prompt_lookup_min,
-            longest=config.prompt_lookup_max,
+    has_states = draft is not None and bool(draft.model.state_layers())
+    return proposer_class(settings)(
+        ProposerContext(
+            config=forward.config,
+            settings=settings,
+            target=forward.loader.model,
+            draft=draft,
+            rows=rows,
+            block_size=block_size,
+            runtime=forward.runtime,
+            forward=forward,
+            make_sampler=make_sampler,
+            first_state_slot=forward.layers.states.num_slots if has_states else None,
         )
-    scheduler, draft_forward = forward.config.scheduler, draft.forward(forward.layers)
-    forward.compile(draft_forward)
-    inputs = StepInputBuilder(
-        rows,
-        block_size=block_size,
-        max_tokens=scheduler.max_num_batched_tokens + scheduler.max_num_seqs,
-        max_rows=scheduler.max_num_seqs,
-        runtime=forward.runtime,
-        shapes=forward.shapes(),
-        with_prompt_lens=draft.model.uses_prompt_lens,
-        with_states=bool(draft.model.state_layers()),
-        is_causal=True,  # it sees placeholders instead of images, and its limit of tokens may be inside of one
     )
-    return DraftModelProposer(
-        draft,
-        draft_forward,
-        forward.config.model,
-        rows=rows,
-        block_size=block_size,
-        inputs=inputs,
-        sampler=make_sampler(),
-        num_tokens=config.num_speculative_tokens,
-        first_state_slot=forward.layers.states.num_slots if draft.model.state_layers() else None,
-    )
+
+
+def proposer_class(settings: SpeculativeConfig) -> type[Proposer]:
+    """Imports the class that a method names.
+
+    Raises:
+        ConfigError: It does not exist, or is no Proposer.
+    """
+    module, _, name = settings.proposer.partition(":")
+    found = getattr(importlib.import_module(module), name, None)
+    if not (isinstance(found, type) and issubclass(found, Proposer)):
+        raise ConfigError(
+            f"The method {settings.method!r} of speculative_config names the proposer {settings.proposer!r}, which is "
+            "no subclass of mvllm.extension_api.proposers.Proposer."
+        )
+    return found

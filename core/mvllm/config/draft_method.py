@@ -1,0 +1,132 @@
+"""DraftMethod: one method of speculative decoding: how its settings are read, and which proposer runs it.
+
+    speculative_config={"method": "suffix", ...}
+        ──entry point `suffix` of `mvllm.proposers`──> DraftMethod.read ──> SpeculativeConfig
+                                                                            └ proposer: "package.module:Class"
+    worker ──imports that class──> Proposer (`mvllm.worker.spec_decode.proposer`)
+
+The front end reads settings without torch. Only workers import the proposer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from mvllm.config.model import ModelConfig
+from mvllm.errors import ConfigError
+
+MAX_SPECULATIVE_TOKENS = 64
+
+BuildModel = Callable[[str, str | None, str | None], ModelConfig]
+"""Builds the config of a model from its folder or name, its revision and its quantization."""
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Method and number of draft tokens.
+
+    Attributes:
+        method: The name of the method.
+        num_speculative_tokens: Most draft tokens of a sequence per step.
+        prompt_lookup_min, prompt_lookup_max: For `ngram`: shortest and longest n-gram that is matched.
+        model: The draft model or draft head, for methods that have one. It is loaded beside the served model, and its
+            attention layers have their part of each KV block.
+        proposer: The class that proposes, `module:class`; it is created with a ProposerContext.
+        model_class: The class of `model`, `module:class`; empty for that of its architecture.
+        reads_hidden: The proposer reads the hidden states from which the served model computes logits.
+        reads_layers: The layers of the served model before which the proposer reads the residual stream.
+        options: Further settings of the method, for its proposer.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    model: ModelConfig | None = None
+    proposer: str = ""
+    model_class: str = ""
+    reads_hidden: bool = False
+    reads_layers: tuple[int, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """KV cache slots after those of a step that drafting needs for each sequence."""
+        return 0 if self.model is None else self.num_speculative_tokens
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """The settings of `speculative_config`, whose keys are known to exist in the method.
+
+    Attributes:
+        method: The method's name.
+        values: All settings.
+        target: The served model.
+        build_model: Builds the config of a draft model.
+    """
+
+    method: str
+    values: Mapping[str, Any]
+    target: ModelConfig
+    build_model: BuildModel
+
+    def integer(self, name: str, default: int, least: int, most: int) -> int:
+        """The value of a key.
+
+        Raises:
+            ConfigError: It is no integer between the bounds.
+        """
+        value = self.values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ConfigError(
+                f"speculative_config: {name} must be an integer from {least} to {most}, found {value!r:.40}."
+            )
+        return value
+
+    def text(self, name: str) -> str | None:
+        """The value of a key; None without it.
+
+        Raises:
+            ConfigError: It is no text.
+        """
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"speculative_config: {name} must be a text, found {value!r:.40}.")
+        return value
+
+    def num_speculative_tokens(self, default: int | None = None) -> int:
+        """The number of draft tokens.
+
+        Raises:
+            ConfigError: It is missing and has no default, or out of range.
+        """
+        if default is None and "num_speculative_tokens" not in self.values:
+            raise ConfigError(
+                "speculative_config: num_speculative_tokens is missing. Set the number of draft tokens, for instance 4."
+            )
+        return self.integer("num_speculative_tokens", default or 1, 1, MAX_SPECULATIVE_TOKENS)
+
+
+class DraftMethod(ABC):
+    """One method. Created without arguments whenever it is needed, so it keeps no state. Its module needs no torch.
+
+    Attributes:
+        keys: Its keys of `speculative_config` besides `method` and `num_speculative_tokens`.
+        summary: What it proposes, for messages: a phrase that follows "which".
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ()
+    summary: ClassVar[str]
+
+    @abstractmethod
+    def read(self, settings: DraftSettings) -> SpeculativeConfig:
+        """Checks the settings.
+
+        Raises:
+            ConfigError: A setting is missing or out of range, or the method does not fit the served model.
+            ModelError: A draft model cannot be found or is not usable.
+        """
