@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from mvllm import LLM, BeamSearchParams, LoRARequest, RequestError, RequestOutput, SamplingParams
 from mvllm.messages.sampling_params import RequestOutputKind, StructuredOutputsParams
 from mvllm.sampling.sampler import Sampler
+from mvllm.scheduler import draft_length
 from tests.engine.conftest import MakeLLM
 from tests.engine.test_async_scheduling import requests, visible_outputs
 from tests.helpers import parity
@@ -30,7 +31,7 @@ from tests.helpers.parity import bytes_of_blocks, engine
 from tests.helpers.thread_executor import ThreadExecutor
 from tests.helpers.threads import generate_in_threads
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
 GREEDY = {"temperature": 0, "ignore_eos": True, "detokenize": False}
 THREADS = f"{ThreadExecutor.__module__}.{ThreadExecutor.__qualname__}"
 
@@ -82,7 +83,7 @@ def spec_config(kind: str, count: int = 4) -> dict[str, Any]:
     if kind == "ngram":
         return {**NGRAM, "num_speculative_tokens": count}
     folder = {"same": drafts(), "near": drafts(noise=0.05), "other": drafts(seed=5)}[kind]
-    return {"model": str(folder), "num_speculative_tokens": count}
+    return {"model": str(folder), "num_speculative_tokens": count, "adaptive": False}
 
 
 def check_close(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
@@ -195,12 +196,19 @@ def random_requests(rng: random.Random) -> tuple[list[list[int]], list[SamplingP
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(3, 60))])
-def test_random_engines_and_requests_give_the_outputs_without_speculation(seed: int) -> None:
+def test_random_engines_and_requests_give_the_outputs_without_speculation(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(seed)
+    for name in ("_FIRST_INTERVAL", "_FIRST_INTERVAL_OF_MANY", "_LONGEST_INTERVAL", "_TRIAL_STEPS"):
+        monkeypatch.setattr(draft_length, name, 1)  # the number of draft tokens changes with most steps
     name = rng.choice(MODELS)
     folder = drafts(name)
     prompts, wanted = random_requests(rng)
-    guess: dict[str, Any] = {"num_speculative_tokens": rng.choice([1, 2, 3, 5, 8, 16])}
+    guess: dict[str, Any] = {
+        "num_speculative_tokens": rng.choice([1, 2, 3, 5, 8, 16]),
+        "adaptive": rng.choice([True, True, False]),
+    }
     if rng.random() < 0.4:
         guess |= {"method": "ngram", "prompt_lookup_min": rng.randrange(1, 4)}
     else:

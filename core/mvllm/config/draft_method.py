@@ -20,6 +20,9 @@ from mvllm.errors import ConfigError
 
 MAX_SPECULATIVE_TOKENS = 64
 
+COMMON_KEYS = ("method", "num_speculative_tokens", "adaptive")
+"""Keys of `speculative_config` that every method has."""
+
 BuildModel = Callable[[str, str | None, str | None], ModelConfig]
 """Builds the config of a model from its folder or name, its revision and its quantization."""
 
@@ -39,6 +42,8 @@ class SpeculativeConfig:
         reads_hidden: The proposer reads the hidden states from which the served model computes logits.
         reads_layers: The layers of the served model before which the proposer reads the residual stream.
         options: Further settings of the method, for its proposer.
+        adaptive: Steps have fewer draft tokens, or none, where measured times show that this gives more tokens per
+            second. Otherwise always `num_speculative_tokens`.
     """
 
     method: str
@@ -51,6 +56,7 @@ class SpeculativeConfig:
     reads_hidden: bool = False
     reads_layers: tuple[int, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    adaptive: bool = True
 
     @property
     def num_lookahead_tokens(self) -> int:
@@ -115,7 +121,7 @@ class DraftMethod(ABC):
     """One method. Created without arguments whenever it is needed, so it keeps no state. Its module needs no torch.
 
     Attributes:
-        keys: Its keys of `speculative_config` besides `method` and `num_speculative_tokens`.
+        keys: Its keys of `speculative_config` besides COMMON_KEYS.
         summary: What it proposes, for messages: a phrase that follows "which".
     """
 

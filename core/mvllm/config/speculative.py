@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from mvllm import plugin_groups
-from mvllm.config.draft_method import BuildModel, DraftMethod, DraftSettings, SpeculativeConfig
+from mvllm.config.draft_method import COMMON_KEYS, BuildModel, DraftMethod, DraftSettings, SpeculativeConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError
 
@@ -100,13 +100,16 @@ def read_speculative_config(
         settings = {"method": NGRAM} | {key: value for key, value in settings.items() if key != "model"}
     name = settings.get("method", DRAFT_MODEL if "model" in settings else NGRAM)
     method = _find(name)
-    allowed = ("method", "num_speculative_tokens", *method.keys)
+    allowed = (*COMMON_KEYS, *method.keys)
     if unknown := [key for key in settings if key not in allowed]:
         raise ConfigError(
             f"speculative_config has the key {unknown[0]!r:.40}, which the method {name!r} does not have."
             f"{_nearest(unknown[0], allowed)} Its keys: {', '.join(allowed)}."
         )
-    return method.read(DraftSettings(name, settings, target, build_model))
+    adaptive = settings.get("adaptive", True)
+    if not isinstance(adaptive, bool):
+        raise ConfigError(f"speculative_config: adaptive must be true or false, found {adaptive!r:.40}.")
+    return replace(method.read(DraftSettings(name, settings, target, build_model)), adaptive=adaptive)
 
 
 def _find(name: object) -> DraftMethod:

@@ -76,6 +76,7 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
         draft_token_ids: By position in `rows`, for rows that sample: draft tokens. They are the last of the row's
             scheduled tokens, after the known ones, so that the model predicts the token after each of them. In models
             with sequence states a row with a rejected draft token goes back to its position before the step.
+        max_draft_tokens: Most tokens of the drafts that are proposed after this step; None for the engine's setting.
         mask_rows: Those of `rows` whose sampling in this step is restricted by a token mask (structured outputs). A row
             with draft tokens is repeated: its masks are those of the token behind its known tokens, and of the token
             behind each draft token.
@@ -119,6 +120,7 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
     loaded_host_states: list[int] = []
     freed_encoder_outputs: list[bytes] = []
     encoder_inputs: list[EncoderInput] = []
+    max_draft_tokens: int | None = None
 
     @property
     def has_host_copies(self) -> bool:

@@ -31,6 +31,7 @@ from mvllm.messages.requests import (
     SchedulerStats,
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.scheduler.draft_length import DraftLength
 from mvllm.scheduler.encoder_planner import EncoderPlanner, check_items, num_skipped_positions
 from mvllm.scheduler.grammar_masks import masks_of_batch
 from mvllm.scheduler.kv_loads import KVLoads
@@ -75,6 +76,8 @@ class Scheduler:
         copy_costs: Measured costs of copies to and from host memory.
         adapter_hash: Returns the hash of a LoRA adapter's files, equal in all engines; None if it is not known.
         first_step: The number of the first plan, if the caller has executed plans of its own.
+        adapts_drafts: The number of draft tokens follows measured times, see `draft_length.py`. Otherwise it is always
+            `num_speculative_tokens`.
 
     Raises:
         ConfigError: The limits contradict each other.
@@ -102,6 +105,7 @@ class Scheduler:
         copy_costs: CopyCosts = NO_COSTS,
         adapter_hash: Callable[[LoRARequest], str | None] | None = None,
         first_step: int = 0,
+        adapts_drafts: bool = False,
     ) -> None:
         check_scheduler_config(config, max_model_len)
         self._config = config
@@ -113,6 +117,7 @@ class Scheduler:
         self.requests = RequestLists(kv_cache, config.max_num_seqs, encoders)
         self._encoders = encoders
         self._adapter_hash = adapter_hash
+        self._draft_length = DraftLength(num_speculative_tokens) if num_speculative_tokens and adapts_drafts else None
         self.kv_loads = self._make_kv_loads(connectors, copy_costs)
         swaps = self.kv_loads is not None and preemption_mode != RECOMPUTE
         times_swaps = swaps and preemption_mode == AUTO
@@ -393,6 +398,8 @@ class Scheduler:
         self._batches[plan.step] = batch
         if self._step_times is not None:
             self._step_times.start_step(plan.step, self._clock(), is_ordinary=self._planner.is_ordinary(step))
+        if self._draft_length is not None:
+            plan.max_draft_tokens = self._draft_length.start_step(plan, self._clock())
         if requests.num_prompt_logprobs:
             self._prompt_starts[plan.step] = {
                 i: request.num_computed_tokens - plan.num_scheduled_tokens[i]
@@ -416,6 +423,8 @@ class Scheduler:
             raise _wrong_results(plan, output, len(batch))
         if self._step_times is not None:
             self._step_times.end_step(plan, self._clock())
+        if self._draft_length is not None:
+            self._draft_length.end_step(plan, output, self._clock())
         outputs = self.pop_outputs()
         if output.errors:
             self._fail_rows(batch, output.errors, outputs)

@@ -543,13 +543,18 @@ class ModelRunner:
         accepted = {plan.rows[position]: drafts for position, drafts in output.further_token_ids.items()}
         self.rows.append_sampled_tokens(inputs.rows[positions], tokens, accepted)
         if self._proposer is not None and hidden is not None:
-            output.draft_token_ids = self._propose_drafts(self._proposer, inputs, hidden, output)
+            output.draft_token_ids = self._propose_drafts(self._proposer, plan, computed.inputs, hidden, output)
         if not self._pipeline.is_first:
             self._pipeline.send_output(output, any_sampled=len(tokens) > 0)
         return output
 
     def _propose_drafts(
-        self, proposer: Proposer, inputs: StepInputs, hidden: torch.Tensor, output: ModelRunnerOutput
+        self,
+        proposer: Proposer,
+        plan: SchedulerOutput,
+        inputs: StepInputs,
+        hidden: torch.Tensor,
+        output: ModelRunnerOutput,
     ) -> dict[int, list[int]]:
         """Draft tokens by position in the batch."""
         positions = inputs.sampling_positions
@@ -565,7 +570,7 @@ class ModelRunner:
             inputs.rows[positions],
             np.delete(inputs.rows, positions),
             inputs,
-            self._num_speculative,
+            self._num_speculative if plan.max_draft_tokens is None else plan.max_draft_tokens,
             hidden,
             self._forward.layer_states,
         )

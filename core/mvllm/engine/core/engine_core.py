@@ -361,6 +361,7 @@ class EngineCore:
             encoders=make_encoder_planner(config),
             can_defer_masks=max_in_flight == 2 and num_stages == 1 and can_sample_later(self._executor),
             first_step=first_step,
+            adapts_drafts=speculative is not None and speculative.adaptive and not self._needs_identical_plans,
             adapter_hash=None if lora is None else lora.file_hash,
             **({} if tiers is None else tiers.scheduler_arguments),
         )

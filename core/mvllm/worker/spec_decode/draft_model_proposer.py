@@ -73,7 +73,7 @@ class DraftModelProposer(Proposer):
             # Keys and values of rejected draft tokens do not count.
             self._num_computed[every] = np.minimum(self._num_computed[every], history.num_tokens[every] - 1)
             # All rows catch up: other requests may share the blocks of a row, and its next step must not be larger.
-            self._catch_up(np.concatenate((others, rows[room < 0])))
+            self._catch_up(np.concatenate((others, rows[room < 0])) if step.num_tokens else every)
         else:
             self._follow(step.inputs)
         for i in range(step.num_tokens):

@@ -78,7 +78,8 @@ class HeadProposer(Proposer):
             return nothing, nothing, np.empty(0, dtype=np.int64)
         index = ragged_ranges(starts, counts)
         states = self._head.combine(*_select(index, step))
-        place_of = {row: place for place, row in enumerate(step.rows.tolist())}
+        drafting = step.rows.tolist() if step.num_tokens else []
+        place_of = {row: place for place, row in enumerate(drafting)}
         sampling = [position for position, row in enumerate(rows.tolist()) if row in place_of]
         at = np.array([place_of[int(rows[position])] for position in sampling], dtype=np.int64)
         built = self._inputs.build_rows(rows, first, counts, np.array(sampling, dtype=np.int64))

@@ -24,6 +24,8 @@ class NgramProposer(Proposer):
 
     def propose(self, step: DraftStep) -> list[list[int]]:
         """See Proposer."""
+        if not step.num_tokens:
+            return [[] for _ in step.rows]
         history = self.context.rows.history
         known = (history.token_ids[row, : history.num_tokens[row]] for row in step.rows.tolist())
         return [tokens_after_match(tokens, step.num_tokens, self._shortest, self._longest) for tokens in known]
