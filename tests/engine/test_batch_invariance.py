@@ -48,7 +48,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 """Checkpoints with windows, norms of heads, experts and sinks, and changes of their `config.json`."""
 
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
 PATHS: dict[str, dict[str, Any]] = {
     "cuts, hits and preemption": {"max_num_batched_tokens": 90, "blocks": 48},
     "drafts": {"max_num_batched_tokens": 200, "speculative_config": NGRAM},

@@ -176,6 +176,7 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
         num_drafts: Verified drafts, of one or several tokens each.
         num_draft_tokens: Their tokens.
         accepted_at: By position in the draft, the number of accepted tokens.
+        drafted_at: By position in the draft, the number of verified tokens.
         num_prompt_tokens: Prompt tokens of all scheduled sequences, cached ones included.
         num_generated_tokens: Generated tokens of all sequences, sent to the front end or not.
         num_waiting_tokens: Prompt tokens of unfinished requests that are neither computed nor found in the cache yet.
@@ -210,6 +211,7 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     encoder_cache_rows: int = 0
     encoder_steps: list[int] = []
     encoder_seconds: float = 0.0
+    drafted_at: list[int] = []
 
     @property
     def num_accepted_tokens(self) -> int:

@@ -65,9 +65,12 @@ def collect_logprobs(batch: list[Request], starts: dict[int, int], output: Model
 
 
 def count_draft_tokens(stats: SchedulerStats, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-    """Adds a plan's draft tokens, and the number accepted at each position, to the counters."""
+    """Adds a plan's draft tokens, and the numbers verified and accepted at each position, to the counters."""
     stats.num_drafts += len(plan.draft_token_ids)
     stats.num_draft_tokens += sum(map(len, plan.draft_token_ids.values()))
+    for drafts in plan.draft_token_ids.values():
+        for place in range(len(drafts)):
+            stats.drafted_at[place] += 1
     for accepted in output.further_token_ids.values():
         for place in range(len(accepted)):
             stats.accepted_at[place] += 1

@@ -113,7 +113,7 @@ class Scheduler:
         self._kv_cache = kv_cache
         self._unconfirmed = kv_cache.unconfirmed
         self._clock = clock
-        self._stats = SchedulerStats(accepted_at=[0] * num_speculative_tokens)
+        self._stats = SchedulerStats(accepted_at=[0] * num_speculative_tokens, drafted_at=[0] * num_speculative_tokens)
         self.requests = RequestLists(kv_cache, config.max_num_seqs, encoders)
         self._encoders = encoders
         self._adapter_hash = adapter_hash
@@ -358,6 +358,7 @@ class Scheduler:
             num_waiting=len(requests.waiting) + len(requests.blocked),
             kv_cache_usage=self._kv_cache.usage,
             accepted_at=stats.accepted_at.copy(),
+            drafted_at=stats.drafted_at.copy(),
             num_waiting_tokens=requests.num_waiting_tokens(),
             num_swapped=requests.num_swapped,
         )

@@ -49,7 +49,7 @@ def families() -> Iterator[tuple[Metric, tuple[str, ...]]]:
         stats=SchedulerStats(),
         load=ZeroMetrics(),
         cache_summary=ZeroMetrics(),
-        config=ZeroMetrics(cache=ZeroMetrics(), scheduler=ZeroMetrics()),
+        config=ZeroMetrics(cache=ZeroMetrics(), scheduler=ZeroMetrics(), speculative=None),
     )
     for family in EngineCollector(cast(Any, engine), model_name="model").collect():
         yield family, tuple(getattr(family, "_labelnames", ()))

@@ -139,22 +139,30 @@ class EngineCollector(Collector):
         yield family
 
     def _spec_decode_metrics(self, prefix: str, stats: SchedulerStats) -> Iterator[Metric]:
+        speculative = self._engine.config.speculative
+        labels = (*self._labels, "" if speculative is None else speculative.method)
         for name, text, value in (
             ("num_drafts", "Verified drafts.", stats.num_drafts),
             ("num_draft_tokens", "Tokens of the verified drafts.", stats.num_draft_tokens),
             ("num_accepted_tokens", "Accepted draft tokens.", stats.num_accepted_tokens),
         ):
-            family = CounterMetricFamily(f"{prefix}spec_decode_{name}", text, labels=("model_name",))
-            family.add_metric(self._labels, float(value))
+            family = CounterMetricFamily(f"{prefix}spec_decode_{name}", text, labels=("model_name", "method"))
+            family.add_metric(labels, float(value))
             yield family
-        by_position = CounterMetricFamily(
-            f"{prefix}spec_decode_num_accepted_tokens_per_pos",
-            "Accepted draft tokens, by their position in the draft.",
-            labels=("model_name", "position"),
-        )
-        for position, count in enumerate(stats.accepted_at):
-            by_position.add_metric((*self._labels, str(position)), float(count))
-        yield by_position
+        for name, text, counts in (
+            ("num_draft_tokens_per_pos", "Verified draft tokens, by their position in the draft.", stats.drafted_at),
+            (
+                "num_accepted_tokens_per_pos",
+                "Accepted draft tokens, by their position in the draft.",
+                stats.accepted_at,
+            ),
+        ):
+            by_position = CounterMetricFamily(
+                f"{prefix}spec_decode_{name}", text, labels=("model_name", "method", "position")
+            )
+            for position, count in enumerate(counts):
+                by_position.add_metric((*labels, str(position)), float(count))
+            yield by_position
 
     def _kv_tier_metrics(self, prefix: str, stats: SchedulerStats) -> Iterator[Metric]:
         """Blocks outside of the device, by tier: `host`, and the KV connectors."""
