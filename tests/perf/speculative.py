@@ -1,12 +1,17 @@
 """Speculative decoding: acceptance rate and tokens per second, compared with the engine without it.
 
     python -m tests.perf.speculative [--padded] [--model demo] [--draft FOLDER] [--runs 3] [--threads 1]
+    python -m tests.perf.speculative --model FILE.gguf --dtype bfloat16 --temperature 0 --work edit batch \
+        --config '{"method": "suffix", "num_speculative_tokens": 16}'
 
 One request at a time, float32. There are three workloads, each with greedy sampling and at temperature 0.8: stories
 whose text is not in the prompt, stories that the prompt already contains, as when a text is quoted or edited, and JSON
-by a schema. The engines
-alternate in one process; the table shows medians. Every engine's tokens are compared with those of the first; a
-difference ends the run.
+by a schema. `--work` names others: `edit`, a source file of 200 lines in the prompt that the answer repeats, and
+`batch`, 32 stories at once. The engines alternate in one process; the table shows medians. Every engine's tokens are
+compared with those of the first; a difference ends the run, except where other rows in the batch change rounding.
+
+`--config` gives a setting `speculative_config` of its own, and may be repeated; without it the engines have n-grams and
+a draft model. Their number of draft tokens is fixed, unless it says `"adaptive": true`.
 
 Without `--draft` and for the demo model, a one-layer draft model is trained first, from the demo's corpus and with its
 tokenizer, which takes a minute. `--draft demo` drafts with the target model itself: all drafts are accepted and nothing
@@ -57,6 +62,8 @@ SCHEMA = {
     },
 }
 PADDING = 24
+MANY = 32
+WORK = ("stories", "copied", "json", "edit", "batch")
 
 
 def train_draft(folder: Path) -> None:
@@ -115,17 +122,35 @@ def prompts_of(llm: LLM, copied: bool) -> list[list[int]]:
     if not copied:
         return begun
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-    told = llm.generate([{"prompt_token_ids": ids} for ids in begun], params, use_tqdm=False)
+    told = llm.generate([ids for ids in begun], params, use_tqdm=False)
     return [ids + list(output.outputs[0].token_ids) + ids for ids, output in zip(begun, told, strict=True)]
 
 
-def run(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> tuple[list[list[int]], float]:
-    """The tokens that follow each prompt, one prompt at a time, and the seconds."""
+def file_to_edit(llm: LLM) -> list[list[int]]:
+    """A prompt with a source file of 200 lines, which is then to be written again with its first lines given."""
+    lines = Path(argparse.__file__).read_text(encoding="utf-8").splitlines()[100:300]
+    text = "\n".join(lines)
+    tokenizer = llm.get_tokenizer()
+    ids: list[int] = tokenizer.encode(f"```python\n{text}\n```\nThe same file:\n```python\n" + "\n".join(lines[:12]))
+    return [ids]
+
+
+def work_prompts(llm: LLM, work: str) -> list[list[int]]:
+    """The prompts of a workload."""
+    if work == "edit":
+        return file_to_edit(llm)
+    prompts = prompts_of(llm, work == "copied")
+    return [prompts[i % len(prompts)] for i in range(MANY)] if work == "batch" else prompts
+
+
+def run(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, *, at_once: bool = False
+) -> tuple[list[list[int]], float]:
+    """The tokens that follow each prompt, one prompt at a time or all at once, and the seconds."""
     llm.reset_prefix_cache()
     start, tokens = time.perf_counter(), []
-    for ids in prompts:
-        (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
-        tokens.append(list(output.outputs[0].token_ids))
+    for some in [prompts] if at_once else [[ids] for ids in prompts]:
+        tokens += [list(output.outputs[0].token_ids) for output in llm.generate(some, params, use_tqdm=False)]
     return tokens, time.perf_counter() - start
 
 
@@ -148,66 +173,85 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--padded", action="store_true", help="the demo model at the cost of a larger one")
     parser.add_argument("--draft", help="a draft model's folder")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2, 4], help="tokens of a guess")
+    parser.add_argument("--config", action="append", default=[], help="a speculative_config, as JSON")
+    parser.add_argument("--work", nargs="+", choices=WORK, default=WORK[:3])
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2, 4], help="tokens of a draft")
+    parser.add_argument("--max-tokens", type=int, default=TOKENS, help="tokens of an answer")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
     with tempfile.TemporaryDirectory() as folder:
-        model, draft = args.model, args.draft
-        if draft is None and model == "demo":
-            train_draft(Path(folder) / "draft")
-            draft = str(Path(folder) / "draft")
+        model = args.model
         if args.padded:
             model = str(Path(folder) / "padded")
             pad(Path(model))
-        ways: dict[str, dict[str, Any] | None] = {"nothing": None}
-        for count in args.tokens:
-            ways[f"n-grams, {count}"] = {"method": "ngram", "num_speculative_tokens": count}
-        for count in args.tokens if draft is not None else ():
-            ways[f"draft model, {count}"] = {"model": draft, "num_speculative_tokens": count}
-        settings: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 256 << 20}
+        settings = {"dtype": args.dtype, "max_num_seqs": MANY, "kv_cache_memory_bytes": 512 << 20}
         engines = {
             way: LLM(model, speculative_config=config, use_tqdm_on_load=False, **settings)
-            for way, config in ways.items()
+            for way, config in ways_of(args, Path(folder)).items()
         }
-        print(f"{'work':22} {'guessing':16} {'right':>7} {'tokens per step':>16} {'speed-up':>9}")
-        for kind in ("stories", "copied", "json"):
-            prompts = prompts_of(engines["nothing"], kind == "copied")
-            form = StructuredOutputsParams(json=SCHEMA) if kind == "json" else None
-            for temperature in (0.0, 0.8):
+        print(f"{'work':22} {'drafts':24} {'right':>7} {'tokens per step':>16} {'speed-up':>9}")
+        for work in args.work:
+            prompts = work_prompts(engines["nothing"], work)
+            form = StructuredOutputsParams(json=SCHEMA) if work == "json" else None
+            for temperature in args.temperature:
                 params = SamplingParams(
                     temperature=temperature,
                     seed=1,
-                    max_tokens=TOKENS,
+                    max_tokens=args.max_tokens,
                     ignore_eos=True,
                     detokenize=False,
                     structured_outputs=form,
                 )
-                measure(engines, prompts, params, args.runs, f"{kind}, T {temperature}")
+                name = f"{work}, T {temperature}"
+                measure(engines, prompts, params, args.runs, name, at_once=work == "batch")
 
 
-def measure(engines: dict[str, LLM], prompts: list[list[int]], params: SamplingParams, runs: int, work: str) -> None:
+def ways_of(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any] | None]:
+    """The engines to compare: their names in the table, and their `speculative_config`."""
+    ways: dict[str, dict[str, Any] | None] = {"nothing": None}
+    for text in args.config:
+        config = {"adaptive": False, **json.loads(text)}
+        ways[f"{config.get('method', 'draft model')}, {config.get('num_speculative_tokens', '')}"] = config
+    if args.config:
+        return ways
+    draft = args.draft
+    if draft is None and args.model == "demo":
+        train_draft(folder / "draft")
+        draft = str(folder / "draft")
+    for count in args.tokens:
+        ways[f"ngram, {count}"] = {"method": "ngram", "num_speculative_tokens": count, "adaptive": False}
+    for count in args.tokens if draft is not None else ():
+        ways[f"draft model, {count}"] = {"model": draft, "num_speculative_tokens": count, "adaptive": False}
+    return ways
+
+
+def measure(
+    engines: dict[str, LLM], prompts: list[list[int]], params: SamplingParams, runs: int, work: str, *, at_once: bool
+) -> None:
     """Prints the rows of one work."""
     seconds: dict[str, list[float]] = {way: [] for way in engines}
     expected, rows = None, {}
     for _ in range(runs + 1):  # the first is not counted: it records the steps
         for way, llm in engines.items():
             before = stats_of(llm)
-            tokens, taken = run(llm, prompts, params)
+            tokens, taken = run(llm, prompts, params, at_once=at_once)
             seconds[way].append(taken)
             rows[way] = difference(stats_of(llm), before)
             expected = expected or tokens
-            if tokens != expected:
-                sys.exit(f"{work}: guessing with {way} has changed the tokens.")
+            if tokens != expected and not at_once:
+                sys.exit(f"{work}: drafts of {way} have changed the tokens.")
     plain = statistics.median(seconds["nothing"][1:])
     generated = sum(map(len, expected or ()))
     for way, (_, guessed, right) in rows.items():
         share = f"{right / guessed:.0%}" if guessed else "-"
         per_step = generated / (generated - right)
         speed_up = plain / statistics.median(seconds[way][1:])
-        print(f"{work:22} {way:16} {share:>7} {per_step:16.2f} {speed_up:8.2f}x")
+        print(f"{work:22} {way:24} {share:>7} {per_step:16.2f} {speed_up:8.2f}x")
 
 
 if __name__ == "__main__":
