@@ -122,7 +122,7 @@ def prompts_of(llm: LLM, copied: bool) -> list[list[int]]:
     if not copied:
         return begun
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-    told = llm.generate([ids for ids in begun], params, use_tqdm=False)
+    told = llm.generate(list(begun), params, use_tqdm=False)
     return [ids + list(output.outputs[0].token_ids) + ids for ids, output in zip(begun, told, strict=True)]
 
 
