@@ -129,8 +129,17 @@ def test_tags_of_a_text_model(make_llm: MakeLLM) -> None:
         SamplingParams(use_beam_search=True, temperature=0, thinking_token_budget=1)
 
 
-def test_a_constraint_applies_after_the_forced_end(make_llm: MakeLLM) -> None:
-    for settings in ({"async_scheduling": False}, {"async_scheduling": True}):
+def test_a_constraint_applies_after_the_forced_end_also_inside_of_a_draft(make_llm: MakeLLM) -> None:
+    """The second prompt has thoughts and answer before: drafts of n-grams go on across the end of the thoughts."""
+    drafts = {"num_speculative_tokens": 12, "adaptive": False}
+    found, question = [], "Where is it? <think>"
+    told = f"{question} It is by the door.</think>left\n" * 2
+    for settings in (
+        {"async_scheduling": False},
+        {"async_scheduling": True},
+        {"speculative_config": {**drafts, "method": "ngram", "prompt_lookup_min": 1}},
+        {"speculative_config": {**drafts, "model": "demo"}},
+    ):
         llm = make_llm(model="demo", max_model_len=512, **settings)
         params = SamplingParams(
             temperature=0,
@@ -138,8 +147,15 @@ def test_a_constraint_applies_after_the_forced_end(make_llm: MakeLLM) -> None:
             thinking_token_budget=7,
             structured_outputs={"choice": ["left", "right"], "thoughts_end": "</think>"},
         )
-        [output] = llm.generate("Where is it? <think>", params, use_tqdm=False)
-        thoughts, end, answer = output.outputs[0].text.partition("</think>")
-        assert thoughts and end and answer.strip() in ("left", "right")
-        ids = output.outputs[0].token_ids
-        assert llm.get_tokenizer().decode(ids[:7]).strip() == thoughts.strip()
+        texts: list[str] = []
+        for before in ("", told):
+            [output] = llm.generate(f"{before}{question}", params, use_tqdm=False)
+            thoughts, end, answer = output.outputs[0].text.partition("</think>")
+            assert thoughts and end and answer.strip() in ("left", "right")
+            ids = output.outputs[0].token_ids
+            assert llm.get_tokenizer().decode(ids[:7]).strip() == thoughts.strip()
+            texts.append(output.outputs[0].text)
+        found.append(texts)
+        if "speculative_config" in settings:
+            assert (stats := llm.llm_engine.stats) is not None and stats.num_accepted_tokens > 0
+    assert found == found[:1] * 4
