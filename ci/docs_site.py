@@ -15,7 +15,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, only_one
+from environments import Environment, StepFailed, Steps
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "ci" / "site"))
@@ -35,17 +35,8 @@ def setup() -> None:
     Raises:
         StepFailed: A command failed.
     """
-    wanted = Stamp(DOCS.hash_of([CONSTRAINTS]))
-    with only_one():
-        if DOCS.read_stamp() == wanted and DOCS.has(("sphinx-build", "towncrier")):
-            return
-        DOCS.remove()
-        DOCS.write_stamp(UNFINISHED)
-        steps = Steps(DOCS, total=2)
-        steps.run("virtual environment for the documentation", [sys.executable, "-m", "venv", DOCS.folder])
-        pip = [DOCS.python, "-m", "pip", "install", "--quiet", "--progress-bar", "off", "--no-deps"]
-        steps.run("Sphinx and its theme (120 MB)", [*pip, "-r", CONSTRAINTS])
-        DOCS.write_stamp(wanted)
+    titles = ("virtual environment for the documentation", "Sphinx and its theme (120 MB)")
+    DOCS.install_pins(CONSTRAINTS, ("sphinx-build", "towncrier"), titles)
 
 
 def build() -> int:

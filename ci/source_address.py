@@ -37,6 +37,11 @@ def with_address(readme: str, url: str, version: str) -> str:
         raise ValueError(f"{VARIABLE} is {url!r}: set it to the https address of the repository.")
     if readme.count(MARK) != 1:
         raise ValueError(f"README.md needs the line {MARK} once.")
+    return absolute_links(readme.replace(MARK, f"Source: <{url.rstrip('/')}>."), url, version)
+
+
+def absolute_links(text: str, url: str, version: str) -> str:
+    """A page in Markdown whose relative links lead to the files of a release's tag; unchanged without an address."""
     url = url.rstrip("/")
 
     def absolute(match: re.Match[str]) -> str:
@@ -46,7 +51,7 @@ def with_address(readme: str, url: str, version: str) -> str:
         kind = "raw" if target.partition("#")[0].endswith((".svg", ".png")) else "blob"
         return f"{before}({url}/{kind}/v{version}/{target})"
 
-    return re.sub(r"(\])\(([^)\s]+)\)", absolute, readme.replace(MARK, f"Source: <{url}>."))
+    return re.sub(r"(\])\(([^)\s]+)\)", absolute, text) if url else text
 
 
 if __name__ == "__main__":
