@@ -9,15 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from mvllm.installation import install_command, listed_packages
-
-_EXECUTORS = "executors"
-_PARTS = "parts"
-
-
-def installable_platforms() -> list[str]:
-    """Packages with a platform, installed or not, sorted."""
-    return sorted(listed_packages() - listed_packages(_EXECUTORS) - listed_packages(_PARTS))
+from mvllm.installation import EXECUTORS, PARTS, install_command, listed_packages
+from mvllm.installation import installable_platforms as installable_platforms
 
 
 def unknown_platform(name: str, installed: Iterable[str]) -> str:
@@ -55,12 +48,12 @@ def installable_executors() -> dict[str, str]:
 
 def executor_packages() -> dict[str, str]:
     """Names of executors of other packages, installed or not, and the package of each."""
-    return {package.removeprefix("mvllm-"): package for package in sorted(listed_packages(_EXECUTORS))}
+    return {package.removeprefix("mvllm-"): package for package in sorted(listed_packages(EXECUTORS))}
 
 
 def installable_parts() -> dict[str, str]:
     """Names of parts of mvllm that are packages of their own, installed or not, and the package of each."""
-    return {package.removeprefix("mvllm-"): package for package in sorted(listed_packages(_PARTS))}
+    return {package.removeprefix("mvllm-"): package for package in sorted(listed_packages(PARTS))}
 
 
 def part_versions() -> dict[str, str | None]:

@@ -98,8 +98,8 @@ def test_two_plugins(seen_with, tmp_path, acme):
     ("contract", "command"),
     [
         ((MAJOR - 1, 9), "pip install -U mvllm-acme"),
-        ((MAJOR, MINOR + 1), "pip install --require-hashes -r WHEELHOUSE/PLATFORM.txt"),
-        ((MAJOR + 1, 0), "pip install --require-hashes -r WHEELHOUSE/PLATFORM.txt"),
+        ((MAJOR, MINOR + 1), "pip install --require-hashes --no-deps -r WHEELHOUSE/PLATFORM.txt"),
+        ((MAJOR + 1, 0), "pip install --require-hashes --no-deps -r WHEELHOUSE/PLATFORM.txt"),
     ],
     ids=["old", "newer", "new"],
 )

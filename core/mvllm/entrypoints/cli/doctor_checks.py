@@ -202,7 +202,7 @@ def _dependencies() -> Checks:
         return
     problems = _requirement_problems(requirements)
     found = "; ".join(problems.values()) if problems else f"all {len(requirements)} required packages are installed"
-    yield _check("core.dependencies", not problems, found, install_command(*problems))
+    yield _check("core.dependencies", not problems, found, _repair(problems))
 
 
 def _parts() -> Checks:
@@ -210,9 +210,9 @@ def _parts() -> Checks:
     packages = [package for name, package in installable_parts().items() if part_versions()[name] is not None]
     problems = {package: _requirement_problems(_requirements(package) or ()) for package in packages}
     texts = [f"{package}: {problem}" for package, each in problems.items() for problem in each.values()]
-    missing = dict.fromkeys(requirement for each in problems.values() for requirement in each)
     found = "; ".join([describe_parts(), *texts])
-    yield _check("core.parts", not texts, found, install_command(*missing), CheckStatus.WARNING)
+    remedy = _repair(requirement for each in problems.values() for requirement in each)
+    yield _check("core.parts", not texts, found, remedy, CheckStatus.WARNING)
 
 
 def _requirements(distribution: str) -> list[str] | None:
@@ -237,6 +237,12 @@ def _requirement_problems(requirements: Iterable[str]) -> dict[str, str]:
     """The requirements that the installed packages do not meet, without their markers, and what is wrong with each."""
     problems = {each.partition(";")[0].strip(): _requirement_problem(each) for each in requirements}
     return {requirement: problem for requirement, problem in problems.items() if problem is not None}
+
+
+def _repair(requirements: Iterable[str]) -> str:
+    """The command for requirements that are not met. Of mvllm itself, which is there, another release is needed."""
+    unmet = list(dict.fromkeys(requirements))
+    return install_command(*unmet, upgrade="mvllm" in map(_required_name, unmet))
 
 
 def _requirement_problem(requirement: str) -> str | None:
@@ -335,7 +341,7 @@ def _plugin_dependencies(candidate: Candidate) -> Check:
         f"platform.{candidate.name}.requirements",
         not problems,
         "; ".join(problems.values()) if problems else f"all packages that {name} requires are installed",
-        install_command(*problems),
+        _repair(problems),
         CheckStatus.WARNING if is_optional else CheckStatus.BROKEN,
     )
 
