@@ -245,6 +245,7 @@ def test_requesting_a_platform_that_is_not_installed_lists_the_installed_ones(pl
     )
     text = plugins.choose("cdua")["text"]
     assert text.startswith("No platform is called 'cdua'; installed: acme. Did you mean 'cuda'? Run: ")
+    assert "Did you mean" not in plugins.choose("gpu")["text"], "any of several"
     assert "-r WHEELHOUSE/cuda.txt" in text and "mvllm-cdua" not in text
     text = plugins.choose("cuda")["text"]
     assert "The platform 'cuda' is not installed (installed: acme). Its package is mvllm-cuda. Run: " in text

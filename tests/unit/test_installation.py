@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,12 @@ class TestOwnPackages:
         assert describe_installation() == (
             f"mvllm 0.9.0, from the folder {machine.clone}; packages are added with `uv pip install`"
         )
+
+    @pytest.mark.parametrize("name", ["a b", "it's", 'a "b"', "a;b", "50%20#x?"])
+    def test_folders_of_any_name_are_one_word_of_a_command(self, machine: Machine, name: str) -> None:
+        machine.clone = machine.clone.rename(machine.folder / name)
+        machine.core_of_clone()
+        assert shlex.split(install_command("mvllm-compat"))[-1] == f"{machine.clone}/plugins/compat"
 
     def test_an_editable_clone_stays_one(self, machine: Machine) -> None:
         machine.core_of_clone(editable=True)
