@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from mvllm.installation import EXECUTORS, PARTS, install_command, listed_packages
+from mvllm.installation import EXECUTORS, PARTS, find_distribution, install_command, listed_packages
 from mvllm.installation import installable_platforms as installable_platforms
 
 
@@ -58,7 +58,8 @@ def installable_parts() -> dict[str, str]:
 
 def part_versions() -> dict[str, str | None]:
     """Names of parts of mvllm, each with the version of its package; None where it is not installed."""
-    return {name: _installed_version(package) for name, package in installable_parts().items()}
+    parts = {name: find_distribution(package) for name, package in installable_parts().items()}
+    return {name: None if part is None else part.version for name, part in parts.items()}
 
 
 def describe_parts() -> str:
@@ -85,12 +86,3 @@ def missing_part(name: str, what: str) -> str | None:
     if package is None:
         return None
     return f"{what} needs the package {package}, which is not installed. Run: {install_command(package)}"
-
-
-def _installed_version(package: str) -> str | None:
-    import importlib.metadata  # by commands that list parts
-
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

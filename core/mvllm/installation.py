@@ -19,7 +19,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,20 +185,22 @@ class _Wanted:
             self.others += libraries
         elif is_own(name):
             self.own.append(name)
-        elif (found := _origin(_distribution(name))).is_source and found.folder is not None:
+        elif (found := _origin(find_distribution(name))).is_source and found.folder is not None:
             self.folders.append(("-e " if found.is_editable else "") + shlex.quote(str(found.folder)))
-            self.notes += [f"after a change in {found.folder}"] * upgrade
+            self.notes += [f"after a change in {found.folder}"] if upgrade else []
         else:
             self.others.append(shlex.quote(text))
 
     def take_from_clone(self, *, upgrade: bool) -> bool:
         """Adds the folders of mvllm's packages in the clone that it came from; False without one."""
         origin = _core_origin()
-        folders = _own_folders(self.own, origin)
-        self.folders = [*folders, *self.folders]
-        if folders and upgrade:
-            self.notes.append(f"after an update of {origin.folder}")
-        return bool(folders)
+        workspace = _workspace(origin)
+        if not workspace.keys() >= {*self.own}:
+            return False
+        folders = dict.fromkeys(shlex.quote(str(workspace[name])) for name in _with_required(self.own, workspace))
+        self.folders = [*(f"-e {folder}" if origin.is_editable else folder for folder in folders), *self.folders]
+        self.notes += [f"after an update of {origin.folder}"] if upgrade else []
+        return True
 
     def requirements_file(self, *, upgrade: bool) -> str:
         """The file of the wheelhouse that has mvllm's packages, quoted. Adds a note if the wheelhouse is not known.
@@ -207,7 +209,7 @@ class _Wanted:
         """
         platforms = installable_platforms()
         wanted = [name for name in self.own if name in {*platforms, *listed_packages(EXECUTORS)}]
-        wanted += [name for name in platforms if _distribution(name) is not None]
+        wanted += [name for name in platforms if find_distribution(name) is not None]
         file = f"{wanted[0].removeprefix(f'{CORE}-') if wanted else 'PLATFORM'}.txt"
         folder = None if upgrade else _core_origin().folder
         if folder is not None and (folder / file).is_file():
@@ -254,25 +256,13 @@ def _origin(distribution: Distribution | None) -> Origin:
     return Origin()
 
 
-def _own_folders(names: Iterable[str], origin: Origin) -> list[str]:
-    """The folders of packages in the clone that mvllm was installed from, each with its option; empty without a clone.
-
-    Those of packages of mvllm that they require, and that are not installed, come first: pip does not look for them.
-    """
-    workspace = _workspace(origin)
-    found: dict[str, None] = {}
-
-    def add(name: str) -> None:
-        for required in (_split(text)[0] for text in (_project(workspace[name]) or {}).get("dependencies", ())):
-            if required in workspace and required not in found and _distribution(required) is None:
-                add(required)
-        found[name] = None
-
+def _with_required(names: Iterable[str], workspace: dict[str, Path]) -> Iterator[str]:
+    """Packages of a clone, each after those of the clone that it requires and lacks: pip does not look for them."""
     for name in names:
-        if name not in workspace:
-            return []
-        add(name)
-    return [("-e " if origin.is_editable else "") + shlex.quote(str(workspace[name])) for name in found]
+        required = (_split(text)[0] for text in (_project(workspace[name]) or {}).get("dependencies", ()))
+        lacking = (each for each in required if each in workspace and find_distribution(each) is None)
+        yield from _with_required(lacking, workspace)
+        yield name
 
 
 def _workspace(origin: Origin) -> dict[str, Path]:
@@ -337,8 +327,9 @@ def _core_distributions() -> list[Distribution]:
     return [each for each in distributions(name=CORE) if each.metadata["Name"]]
 
 
-def _distribution(name: str) -> Distribution | None:
-    from importlib.metadata import PackageNotFoundError, distribution
+def find_distribution(name: str) -> Distribution | None:
+    """An installed distribution; None where it is not installed."""
+    from importlib.metadata import PackageNotFoundError, distribution  # by errors and listings
 
     try:
         return distribution(name)
@@ -347,12 +338,8 @@ def _distribution(name: str) -> Distribution | None:
 
 
 def _requires(name: str) -> list[str]:
-    import importlib.metadata  # by errors and listings
-
-    try:
-        return importlib.metadata.requires(name) or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
+    found = find_distribution(name)
+    return (found.requires if found else None) or []
 
 
 def _split(requirement: str) -> tuple[str, list[str]]:

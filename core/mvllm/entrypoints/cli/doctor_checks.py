@@ -32,7 +32,13 @@ from mvllm.installable import (
     part_versions,
     unknown_platform,
 )
-from mvllm.installation import INSTALL_PAGE, conflicting_distribution, describe_installation, install_command
+from mvllm.installation import (
+    INSTALL_PAGE,
+    conflicting_distribution,
+    describe_installation,
+    find_distribution,
+    install_command,
+)
 from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
 from mvllm.platform.discovery import (
     SLOW_PROBE_SECONDS,
@@ -217,11 +223,9 @@ def _parts() -> Checks:
 
 def _requirements(distribution: str) -> list[str] | None:
     """What a distribution's metadata requires on this machine, extras left out; None where it is not installed."""
-    try:
-        requirements = importlib.metadata.requires(distribution) or []
-    except importlib.metadata.PackageNotFoundError:
+    if (found := find_distribution(distribution)) is None:
         return None
-    return [requirement for requirement in requirements if _applies(requirement)]
+    return [requirement for requirement in found.requires or () if _applies(requirement)]
 
 
 def _applies(requirement: str) -> bool:
@@ -247,17 +251,15 @@ def _repair(requirements: Iterable[str]) -> str:
 
 def _requirement_problem(requirement: str) -> str | None:
     name = _required_name(requirement)
-    try:
-        installed = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    if (found := find_distribution(name)) is None:
         return f"{name} is missing"
     try:
         from packaging.requirements import Requirement
     except ImportError:
         return None
     wanted = Requirement(requirement)
-    fits = wanted.specifier.contains(installed, prereleases=True)
-    return None if fits else f"{name} is {installed}, required is {wanted.specifier}"
+    fits = wanted.specifier.contains(found.version, prereleases=True)
+    return None if fits else f"{name} is {found.version}, required is {wanted.specifier}"
 
 
 def _required_name(requirement: str) -> str:
