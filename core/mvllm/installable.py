@@ -30,7 +30,9 @@ def unknown_platform(name: str, installed: Iterable[str]) -> str:
             f"The platform {name!r} is not installed (installed: {listed}). Its package is {packages[name]}. "
             f"Run: {install_command(packages[name])}"
         )
-    near = difflib.get_close_matches(name.lower(), sorted({*packages, *here}), n=1, cutoff=0.7)  # gpu is not xpu
+    near = difflib.get_close_matches(
+        name.lower(), sorted({*packages, *here}), n=1, cutoff=0.7
+    )  # short names differ by a letter
     meant = ""
     if near and near[0] in here:
         meant = f" Did you mean {near[0]!r}?"
