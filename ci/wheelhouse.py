@@ -38,7 +38,7 @@ from pathlib import Path
 import kernel_wheels
 import wheelhouse_page
 from environments import Environment, StepFailed, Steps, pinned
-from source_address import absolute_links, with_address
+from source_address import absolute_links, check_address, with_address
 from wheelhouse_contents import (
     COMPONENTS,
     MANIFEST,
@@ -177,8 +177,15 @@ def last_change() -> str:
 
 
 def source_url() -> str:
-    """The address of the repository, or an empty string."""
-    return os.environ.get(SOURCE_URL, "").rstrip("/")
+    """The address of the repository, or an empty string.
+
+    Raises:
+        StepFailed: The variable has something else.
+    """
+    try:
+        return check_address(os.environ.get(SOURCE_URL, ""))
+    except ValueError as e:
+        raise StepFailed(f"error: {e}") from None
 
 
 def copy_project(project: Path, folder: Path) -> Path:
@@ -423,13 +430,13 @@ def pack(folder: Path, out: Path) -> None:
         OUT/distributions/                     wheels and source archives, for an index that has the project's names
 
     Raises:
-        StepFailed: CHANGELOG.md has no section of this version.
+        StepFailed: CHANGELOG.md has no notes of this version.
     """
     version = own_wheels(folder)[0].version
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     match = re.search(rf"^## {re.escape(version)}(?: .*?)?$\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    if match is None:
-        raise StepFailed(f"error: CHANGELOG.md has no section of {version}\n  remedy: add the heading `## {version}`")
+    if match is None or not match[1].strip():
+        raise StepFailed(f"error: CHANGELOG.md has no notes of {version}\n  remedy: write them below `## {version}`")
     distributions = out / "distributions"
     shutil.rmtree(distributions, ignore_errors=True)  # and nothing else: the user has named `out`
     for old in out.glob("mvllm-*-wheelhouse.tar.gz"):

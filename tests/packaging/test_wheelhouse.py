@@ -202,10 +202,20 @@ class TestRelease:
         assert {(each.uid, each.uname) for each in members.values()} == {(0, "")}
 
     def test_without_notes_of_the_version_there_is_none(self, wheelhouse, small, tmp_path, monkeypatch):
-        (tmp_path / "CHANGELOG.md").write_text("## 10.9.0\n\nx\n\n## 0.9.01\n\ny\n")
+        (tmp_path / "CHANGELOG.md").write_text("## 10.9.0\n\nx\n\n## 0.9.0 (2026-01-01)\n\n## 0.9.01\n\ny\n")
         monkeypatch.setattr(wheelhouse, "ROOT", tmp_path)
-        with pytest.raises(wheelhouse.StepFailed, match=re.escape("has no section of 0.9.0")):
+        with pytest.raises(wheelhouse.StepFailed, match=re.escape("has no notes of 0.9.0")):
             wheelhouse.pack(small, tmp_path / "out")
+
+    @pytest.mark.parametrize(
+        ("version", "says"), [("0.9.0", "has a section of 0.9.0"), ("0.9.1", "would be empty"), ("v1.0.0", "is no ver")]
+    )
+    def test_notes_are_written_once_and_not_without_content(self, monkeypatch, version, says):
+        site = load_script(REPOSITORY / "ci" / "docs_site.py", monkeypatch)
+        monkeypatch.setattr(site, "fragments", list)
+        monkeypatch.setattr(site, "setup", lambda: pytest.fail("the notes are written"))
+        with pytest.raises(site.StepFailed, match=says):
+            site.changelog(version)
 
 
 class TestPage:
