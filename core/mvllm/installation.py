@@ -338,8 +338,12 @@ def find_distribution(name: str) -> Distribution | None:
 
 
 def _requires(name: str) -> list[str]:
-    found = find_distribution(name)
-    return (found.requires if found else None) or []
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
 
 
 def _split(requirement: str) -> tuple[str, list[str]]:
