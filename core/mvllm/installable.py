@@ -60,8 +60,7 @@ def installable_parts() -> dict[str, str]:
 
 def part_versions() -> dict[str, str | None]:
     """Names of parts of mvllm, each with the version of its package; None where it is not installed."""
-    parts = {name: find_distribution(package) for name, package in installable_parts().items()}
-    return {name: None if part is None else part.version for name, part in parts.items()}
+    return {name: _installed_version(package) for name, package in installable_parts().items()}
 
 
 def describe_parts() -> str:
@@ -88,3 +87,8 @@ def missing_part(name: str, what: str) -> str | None:
     if package is None:
         return None
     return f"{what} needs the package {package}, which is not installed. Run: {install_command(package)}"
+
+
+def _installed_version(package: str) -> str | None:
+    found = find_distribution(package)
+    return None if found is None else found.version
