@@ -163,8 +163,15 @@ class TestEveryRoute:
 
     @pytest.mark.parametrize(
         ("accept", "is_page"),
-        [("Text/HTML", True), ("*/*;q=0.5, text/html ; q=0.01", True), ("text/html;q=0", False), ("", False)]
-        + [("text/html; q=0.000, */*", False), ("text/htmlx", False), ("application/json;a=text/html", False)],
+        [
+            ("Text/HTML", True),
+            ("*/*;q=0.5, text/html ; q=0.01", True),
+            ("text/html;q=0", False),
+            ("text/html; q=0.000, */*", False),
+            ("text/htmlx", False),
+            ("application/json;a=text/html", False),
+            ("", False),
+        ],
     )
     def test_the_root_is_a_page_for_those_who_accept_html(self, app: object, accept: str, is_page: bool) -> None:
         answer = self.ask(app, "GET", "/", {"Accept": accept})

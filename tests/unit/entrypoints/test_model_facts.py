@@ -49,6 +49,7 @@ def test_the_demo_models_have_examples_of_their_own() -> None:
         (f"---\nwidget:\n- text: {'x' * 1000}\n---", []),
         ("---\nwidget: {text: a}\n---", []),
         ("---\nwidget: [\n---", []),
+        ("---\nlicense: !!bool maybe\nsince: !!timestamp soon\nnumber: !!int ''\nwidget:\n- text: a\n---", ["a"]),
         ("---\n" + "[" * 2000 + "\n---", []),
         ("---\nwidget:\n- text: a\n", []),
         ("# Title\n---\nwidget:\n- text: a\n---", []),

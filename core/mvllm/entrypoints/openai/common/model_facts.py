@@ -39,7 +39,7 @@ def _facts(context: ServingContext) -> dict[str, Any]:
         "completion": config.kind.generates,
         "tools": has_template and renderer.tool_parser is not None,
         "reasoning": has_template and renderer.reasoning_parser is not None,
-        "embedding": not config.kind.generates,
+        "embedding": config.kind.is_embedder,
     }
     modalities = context.modalities
     return {
@@ -68,11 +68,11 @@ def read_examples(folder: Path, *, with_pictures: bool) -> list[str | list[dict[
         return []
     try:
         depth = 0
-        for event in yaml.parse(header, Loader=yaml.SafeLoader):
+        for event in yaml.parse(header, Loader=yaml.BaseLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_DEPTH:
                 return []
-        fields = yaml.safe_load(header)
+        fields = yaml.load(header, Loader=yaml.BaseLoader)  # noqa: S506  (all scalars are strings: no tag can fail)
     except (yaml.YAMLError, ValueError):
         return []
     widgets = fields.get("widget") if isinstance(fields, Mapping) else None
