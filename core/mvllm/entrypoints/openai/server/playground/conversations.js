@@ -22,7 +22,7 @@ function readStored(name) {
 /* All conversations, the newest first. */
 function storedConversations() {
   const found = Object.keys(local).filter(name => name.startsWith(CONVERSATION)).map(readStored);
-  return found.filter(each => each && Array.isArray(each.messages)).sort((a, b) => b.updated - a.updated);
+  return found.filter(each => Array.isArray(each?.messages) && each.messages.every(message => message?.content !== undefined)).sort((a, b) => b.updated - a.updated);
 }
 
 const textOf = content => typeof content === "string" ? content : content.filter(part => part.type === "text").map(part => part.text).join("\n");

@@ -10,7 +10,7 @@ const ABOUT_A_PICTURE = "What is in the picture?";
 const SAMPLE_RATE = 16000, WAV_HEADER = 44;
 const answering = new Map();  // by id, the conversations that are being answered: {asked, controller}
 const boxes = new Map();  // elements of the shown messages
-let conversation = newConversation(""), cards = [], attachments = [], recorder = null, phase = null;
+let conversation = newConversation(""), cards = [], attachments = [], recorder = null, phase = null, leaves = false;
 
 const card = () => cards.find(each => each.id === $("model").value);
 const can = capability => !card()?.capabilities || card().capabilities.includes(capability);
@@ -210,6 +210,7 @@ async function answer() {
       drawing ??= setTimeout(draw, 40 + message.content.length / 100);
     }
   } catch (error) {
+    if (leaves) return;  // the browser ends requests of a page that is closed
     if (error.name === "AbortError") message.stopped = true;
     else message.error = error instanceof ServerError ? error.message : "The server cannot be reached.";
   }
@@ -460,7 +461,8 @@ addEventListener("storage", event => {  // another tab has changed something
   const changed = event.newValue && event.key === CONVERSATION + conversation.id && readStored(event.key);
   if (changed && !answering.has(changed.id) && !changed.messages.at(-1)?.partial) { conversation = changed; showConversation() } else showList();
 });
-addEventListener("pagehide", () => { if (answering.has(conversation.id)) store(conversation) });
+addEventListener("pagehide", () => { leaves = true; for (const { asked } of answering.values()) store(asked) });
+addEventListener("pageshow", event => { if (event.persisted) location.reload() });
 
 narrow.addEventListener("change", () => showSide(!isNarrow()));
 readSettings();

@@ -57,10 +57,10 @@ async function request(path, settings = {}, asks = true) {
     if (key) headers.Authorization = "Bearer " + key;
     const answer = await fetch(path, { ...settings, headers });
     if (answer.status !== 401) return answer;
-    const text = await failure(answer);
     if (key !== session.getItem(KEY)) continue;  // another request has asked in the meantime
     session.removeItem(KEY);
-    if (!asks || !await askForKey(key ? "The server does not accept this key. " + text : "This server needs an API key.")) throw new KeyError(text);
+    const why = key ? "The server does not accept this key." : "This server needs an API key.";
+    if (!asks || !await askForKey(why)) throw new KeyError(why);
   }
 }
 
