@@ -8,6 +8,7 @@ import mvllm
 from mvllm.platform.capabilities import Capabilities
 from tests.unit.docs import cli_page, features_page, metrics_page, python_api_page
 from tests.unit.docs.every_part import documented_commands, needs_every_part
+from tests.unit.docs.models_page import read_record
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,15 @@ def test_refused_and_untested_combinations_are_not_shown_as_tested() -> None:
     rows, notes = features_page.combinations()
     assert [feature.name for feature in features_page.FEATURES] == [row[0] for row in rows]
     assert {cell for row in rows for cell in row[1:]} >= {"yes", "untested"} and len(notes) >= 3
+
+
+def test_the_number_of_families_is_that_of_the_record() -> None:
+    tested = [
+        family
+        for (family, implementation, what, _), tests in read_record().items()
+        if (implementation, what) == ("native", "tokens") and any("/conformance/" in test for test in tests)
+    ]
+    assert f"of {len(tested)} families" in features_page.PAGE.read_text("utf-8")
 
 
 def test_settings_of_different_cases_are_no_combination() -> None:

@@ -68,12 +68,12 @@ def read_examples(folder: Path, *, with_pictures: bool) -> list[str | list[dict[
         return []
     try:
         depth = 0
-        for event in yaml.parse(header, Loader=yaml.BaseLoader):
+        for event in yaml.parse(header, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_DEPTH:
                 return []
-        fields = yaml.load(header, Loader=yaml.BaseLoader)  # noqa: S506  (all scalars are strings: no tag can fail)
-    except (yaml.YAMLError, ValueError):
+        fields = yaml.safe_load(header)
+    except Exception:  # noqa: BLE001  (for a wrong tag, such as `!!bool maybe`, PyYAML raises KeyError and others)
         return []
     widgets = fields.get("widget") if isinstance(fields, Mapping) else None
     found = [_example(each) for each in widgets[:_MAX_EXAMPLES]] if isinstance(widgets, list) else []
