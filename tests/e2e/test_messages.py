@@ -24,6 +24,10 @@ THERE_ARE = (
     "There are 'ngram', which proposes what followed the same tokens earlier in the text, and 'draft_model', a smaller "
     'model with the same tokenizer: {"model": NAME, "num_speculative_tokens": 4}.'
 )
+BAD_TEMPLATE = (
+    "{models}/bad-template/chat_template.jinja, line 2: Encountered unknown tag 'endfr'. Jinja was looking for the "
+    "following tags: 'endfor' or 'else'. The innermost block that needs to be closed is 'for'."
+)
 PAGE = "The page docs/reference/models.md lists all that are."
 
 MISTAKES = [
@@ -157,8 +161,14 @@ MISTAKES = [
     Mistake("serve demo --host 192.0.2.1", "Cannot listen on 192.0.2.1, port 8000: Cannot assign requested address."),
     Mistake(
         "serve demo --chat-template {models}/none",
-        "The chat template '{models}/none' cannot be read: No such file or directory: {models}/none.",
+        "--chat-template: the file '{models}/none' cannot be read: No such file or directory.",
     ),
+    Mistake(
+        "serve demo --chat-template {%\N{NO-BREAK SPACE}fro\N{NO-BREAK SPACE}%}",
+        "--chat-template, line 1: Encountered unknown tag 'fro'.",
+    ),
+    Mistake("serve {models}/bad-template --port 0", f"The chat template {BAD_TEMPLATE}"),
+    Mistake("serve {models}/bad-template --port 0 --api-server-count 2", f"The chat template {BAD_TEMPLATE}"),
     Mistake(
         "serve demo --lora-modules a={models}/none",
         "--lora-modules needs --enable-lora. Add it, or leave --lora-modules out.",

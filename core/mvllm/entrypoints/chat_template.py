@@ -16,6 +16,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mvllm.config.hf_config import read_json_object
@@ -44,6 +45,12 @@ _RESERVED = (
 )
 _MAX_TEMPLATE_BYTES = 4 << 20
 
+SHORT_CONVERSATION = (
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hello! What can I do for you?"},
+    {"role": "user", "content": "Name a color."},
+)
+"""Tests a template when a server or a conversation starts."""
 NO_CHAT_TEMPLATE = "The model has no chat template, so a conversation cannot be turned into a prompt."
 
 RENDERED_SETTINGS = ("tools", "documents", "chat_template_kwargs")
@@ -152,7 +159,10 @@ def _render(
         except Exception as e:
             adjusted = adjust_to_error(e, conversation, tools)
             if adjusted == (conversation, tools):
-                raise RequestError(f"The chat template failed: {type(e).__name__}: {e}", parameter="messages") from e
+                from mvllm.engine.tokenizer.jinja_template import template_error  # transformers' code needs none
+
+                source = getattr(renderer, "source", "") if settings["chat_template"] is None else ""
+                raise template_error(e, shown, source) from e
             conversation, tools = adjusted
     raise AssertionError("each attempt makes an adjustment that is not made twice")
 
@@ -181,7 +191,49 @@ def resolve_chat_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> 
     try:
         return str(renderer.get_chat_template(given, settings.get("tools"))), dict(renderer.special_tokens_map)
     except Exception as e:
-        raise RequestError(f"The chat template failed: {type(e).__name__}: {e}", parameter="messages") from e
+        from mvllm.engine.tokenizer.jinja_template import template_error
+
+        raise template_error(e, "") from e
+
+
+def check_chat_template(template: str, folder: Path) -> None:
+    """Renders a short conversation with the template in a tokenizer's folder.
+
+    Raises:
+        ModelError: The template has a syntax error, or calls a function that does not exist. Other errors may be those
+            of a template that requires other messages.
+    """
+    tokenizer: Any = SimpleNamespace(template_renderer=FolderTemplate(template, read_special_tokens(folder)))
+    try:
+        render_chat(tokenizer, SHORT_CONVERSATION)
+    except RequestError as e:
+        if e.parameter == "chat_template":
+            raise unusable_template(e, str(template_file(folder))) from e
+
+
+def unusable_template(error: RequestError, source: str) -> ModelError:
+    """The error for a template that fails with SHORT_CONVERSATION."""
+    name = "The chat template"
+    text = str(error).replace(name, f"With three short messages, the chat template {source}", 1).rstrip(".")
+    return ModelError(f"{text}. Correct it, or give another with --chat-template.")
+
+
+def check_template_syntax(folder: Path) -> None:
+    """Checks the chat template in a tokenizer's folder, if it has one, without running it.
+
+    Raises:
+        ModelError: It is not valid.
+    """
+    if (template := read_chat_template(folder)) is not None:
+        from mvllm.engine.tokenizer.jinja_template import check_syntax
+
+        check_syntax(template, f"The chat template {template_file(folder)}")
+
+
+def template_file(folder: Path) -> Path:
+    """The file that has the template of `read_chat_template`."""
+    own = folder / "chat_template.jinja"
+    return own if own.is_file() else folder / "tokenizer_config.json"
 
 
 def read_chat_template(folder: Path, *, for_tools: bool = False) -> str | None:

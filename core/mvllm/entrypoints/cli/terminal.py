@@ -13,7 +13,7 @@ from mvllm.config.model import ModelConfig
 from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.tokenizer.tokenizer import load_tokenizer
-from mvllm.entrypoints.chat_template import NO_CHAT_TEMPLATE, read_chat_template
+from mvllm.entrypoints.chat_template import NO_CHAT_TEMPLATE, check_chat_template, read_chat_template
 from mvllm.entrypoints.cli.arguments import engine_args, sampling_params
 from mvllm.entrypoints.llm import LLM
 from mvllm.entrypoints.step_loop import stream_request
@@ -50,12 +50,13 @@ def open_llm(
 
 
 def require_chat_template(model: ModelConfig) -> None:
-    """Checks that a model has a chat template. Loads its tokenizer only if no file has one.
+    """Checks that a model has a chat template, and that it works. Loads its tokenizer only if no file has one.
 
     Raises:
-        ModelError: It has none, or no tokenizer.
+        ModelError: It has none or one that cannot work, or no tokenizer.
     """
-    if model.tokenizer is not None and read_chat_template(Path(model.tokenizer)) is not None:
+    if model.tokenizer is not None and (template := read_chat_template(Path(model.tokenizer))) is not None:
+        check_chat_template(template, Path(model.tokenizer))
         return
     tokenizer = load_tokenizer(model)
     if tokenizer is None or getattr(tokenizer.template_renderer, "chat_template", None) is None:
