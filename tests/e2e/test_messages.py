@@ -97,6 +97,8 @@ MISTAKES = [
     # --- commands and options
     Mistake("genrate demo", "unknown command 'genrate'. Did you mean generate?", 2),
     Mistake("fly", "unknown command 'fly'.", 2),
+    Mistake("generate demo Once upon", "unrecognized arguments: Once upon. A text is given with --prompt", 2),
+    Mistake("serve demo --port", "argument --port: a value is missing", 2),
     Mistake("generate demo --json", "unrecognized arguments: --json", 2),
     Mistake("generate demo --max-tokns 5", "unrecognized arguments: --max-tokns 5. Did you mean --max-tokens?", 2),
     Mistake("generate demo --temprature=1", "unrecognized arguments: --temprature=1. Did you mean --temperature?", 2),
@@ -216,6 +218,15 @@ def test_a_mistake_on_the_command_line_says_cause_and_remedy_before_a_worker_sta
             lambda: SamplingParams(temprature=1),  # type: ignore[call-arg]
             "SamplingParams has no parameter 'temprature'. Did you mean 'temperature'?",
         ),
+        (
+            lambda: SamplingParams(0.5),  # type: ignore[misc]
+            "SamplingParams takes parameters by name only, SamplingParams(name=value).",
+        ),
+        (
+            lambda: LLM("demo", load_format="safetensor"),
+            "load_format must be one of 'auto', 'safetensors', 'gguf', 'dummy', found 'safetensor'. Did you mean "
+            "'safetensors'?",
+        ),
         (lambda: SamplingParams(top_p=2), "top_p must be a number > 0 and <= 1; got 2"),
     ],
 )
@@ -268,6 +279,20 @@ def test_a_failed_prompt_raises_at_the_end_with_the_outputs_of_the_others(llm: L
         llm.chat([{"role": "user", "content": "x"}], bad, use_tqdm=False)
     outputs = llm.generate(["x", "y"], [good, bad], use_tqdm=False, raise_on_error=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error"]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda llm: llm.beam_search("x", None), "params must be BeamSearchParams; found None."),
+        (lambda llm: llm.score("x", None), "data_2 must be a text, a dict, or a list of these; found None."),
+        (lambda llm: llm.collective_rpc("fly"), "collective_rpc: workers have no method 'fly'. The setting"),
+    ],
+)
+def test_arguments_of_another_type_are_named(llm: LLM, call: Callable[[LLM], Any], says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        call(llm)
+    assert str(caught.value).startswith(says)
 
 
 def test_a_prompt_that_is_longer_than_the_model_permits_is_to_be_shortened(llm: LLM) -> None:

@@ -25,6 +25,7 @@ from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.entrypoints.chat_items import is_place, places_to_text, text_of_part
 from mvllm.entrypoints.template_adjustments import MAX_ATTEMPTS, adjust_to_error, adjust_to_template
 from mvllm.errors import ModelError, RequestError
+from mvllm.messages.field_checks import describe_value
 
 _RESERVED = (
     "tokenize",
@@ -102,7 +103,7 @@ def render_chat(
         )
     if not isinstance(chat_template_kwargs, Mapping | None):
         raise RequestError(
-            f"chat_template_kwargs must be a dict; found a {type(chat_template_kwargs).__name__}.",
+            f"chat_template_kwargs must be a dict; found {describe_value(chat_template_kwargs)}.",
             parameter="chat_template_kwargs",
         )
     extra = dict(chat_template_kwargs or {})
@@ -119,10 +120,15 @@ def render_chat(
             f"{NO_CHAT_TEMPLATE} Give one with chat_template, or continue a prompt instead of a conversation.",
             parameter="chat_template",
         )
+    if chat_template is not None and "{" not in chat_template:
+        raise RequestError(
+            f"chat_template must be a Jinja template itself, not its file; found {describe_value(chat_template)}.",
+            parameter="chat_template",
+        )
     given: object = messages
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise RequestError(
-            f"A conversation is a list of messages; found a {type(messages).__name__}.", parameter="messages"
+            f"A conversation is a list of messages; found {describe_value(messages)}.", parameter="messages"
         )
     if not messages:
         raise RequestError("The conversation has no messages; pass at least one.", parameter="messages")
@@ -287,7 +293,7 @@ def is_conversation(value: object) -> bool:
 def _check_message(i: int, message: Mapping[str, Any], may_have_places: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(
-            f"Message {i} must be a dict with 'role' and 'content'; found a {type(message).__name__}.",
+            f"Message {i} must be a dict with 'role' and 'content'; found {describe_value(message)}.",
             parameter="messages",
         )
     role = message.get("role")
@@ -300,7 +306,7 @@ def _check_message(i: int, message: Mapping[str, Any], may_have_places: bool) ->
         checked["content"] = _check_parts(i, content) if has_places else "\n".join(_texts(i, content))
     elif content is not None and not isinstance(content, str):
         raise RequestError(
-            f"The content of message {i} must be a text or a list of text parts; found a {type(content).__name__}.",
+            f"The content of message {i} must be a text or a list of text parts; found {describe_value(content)}.",
             parameter="messages",
         )
     elif content is None and not set(message) - {"role", "content"}:
@@ -320,7 +326,7 @@ def _check_calls(i: int, calls: object) -> list[dict[str, Any]]:
     """The tool calls of a message, with arguments as objects."""
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise RequestError(
-            f"The tool_calls of message {i} must be a list; found a {type(calls).__name__}.", parameter="messages"
+            f"The tool_calls of message {i} must be a list; found {describe_value(calls)}.", parameter="messages"
         )
     checked = []
     for call in calls:
@@ -352,12 +358,10 @@ def _check_objects(name: str, value: object) -> None:
     if value is None:
         return
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise RequestError(f"{name} must be a list of objects; found a {type(value).__name__}.", parameter=name)
+        raise RequestError(f"{name} must be a list of objects; found {describe_value(value)}.", parameter=name)
     for item in value:
         if not isinstance(item, Mapping):
-            raise RequestError(
-                f"{name} must be a list of objects; found a {type(item).__name__} in it.", parameter=name
-            )
+            raise RequestError(f"{name} must be a list of objects; found {describe_value(item)} in it.", parameter=name)
 
 
 def _with_type(tool: Mapping[str, Any]) -> dict[str, Any]:
