@@ -300,6 +300,15 @@ def test_a_prompt_that_is_longer_than_the_model_permits_is_to_be_shortened(llm: 
         llm.generate([5] * 2000, use_tqdm=False)
 
 
+def test_a_misspelt_environment_variable_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MVLLM_PLATFROM", "cpu")
+    with pytest.raises(ValueError):
+        LLM("demo", tensor_parallel_size=5)
+    assert "MVLLM_PLATFROM is not known and has no effect. Did you mean MVLLM_PLATFORM?" in caplog.text
+
+
 def test_a_closed_llm_says_so() -> None:
     llm = LLM("demo", kv_cache_memory_bytes=16 << 20)
     llm.close()

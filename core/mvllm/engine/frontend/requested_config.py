@@ -6,7 +6,7 @@ import os
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
-from mvllm.config.env import describe_unknown, unknown_variables
+from mvllm.config.env import unknown_variables
 from mvllm.config.hub import may_be_fetched
 from mvllm.logging import get_logger
 from mvllm.platform.choose import choose_platform
@@ -29,6 +29,6 @@ def requested_config(args: EngineArgs) -> EngineConfig:
     if args.model is not None and may_be_fetched(args.model):
         choose_platform(args.platform)
     if any(name.startswith("MVLLM_") for name in os.environ):
-        for name, nearest in unknown_variables(source.name for source in find_sources()).items():
-            logger.warning("%s", describe_unknown(name, nearest))
+        for sentence in unknown_variables(source.name for source in find_sources()):
+            logger.warning("%s", sentence)
     return args.create_engine_config()
