@@ -202,19 +202,29 @@ def resolve_chat_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> 
         raise template_error(e, "") from e
 
 
-def check_chat_template(template: str, folder: Path) -> None:
-    """Renders a short conversation with the template in a tokenizer's folder.
+def check_chat_template(folder: Path, *, render: bool) -> None:
+    """Checks the chat template in a tokenizer's folder, if it has one.
+
+    Args:
+        render: Also renders a short conversation with it, in this process without limits.
 
     Raises:
-        ModelError: The template has a syntax error, or calls a function that does not exist. Other errors may be those
-            of a template that requires other messages.
+        ModelError: It has a syntax error, or calls a function that does not exist. Other errors may be those of a
+            template that requires other messages.
     """
+    if (template := read_chat_template(folder)) is None:
+        return
+    from mvllm.engine.tokenizer.jinja_template import check_syntax
+
+    source = str(template_file(folder))
+    check_syntax(template, f"The chat template {source}")
     tokenizer: Any = SimpleNamespace(template_renderer=FolderTemplate(template, read_special_tokens(folder)))
     try:
-        render_chat(tokenizer, SHORT_CONVERSATION)
+        if render:
+            render_chat(tokenizer, SHORT_CONVERSATION)
     except RequestError as e:
         if e.parameter == "chat_template":
-            raise unusable_template(e, str(template_file(folder))) from e
+            raise unusable_template(e, source) from e
 
 
 def unusable_template(error: RequestError, source: str) -> ModelError:
@@ -222,18 +232,6 @@ def unusable_template(error: RequestError, source: str) -> ModelError:
     name = "The chat template"
     text = str(error).replace(name, f"With three short messages, the chat template {source}", 1).rstrip(".")
     return ModelError(f"{text}. Correct it, or give another with --chat-template.")
-
-
-def check_template_syntax(folder: Path) -> None:
-    """Checks the chat template in a tokenizer's folder, if it has one, without running it.
-
-    Raises:
-        ModelError: It is not valid.
-    """
-    if (template := read_chat_template(folder)) is not None:
-        from mvllm.engine.tokenizer.jinja_template import check_syntax
-
-        check_syntax(template, f"The chat template {template_file(folder)}")
 
 
 def template_file(folder: Path) -> Path:

@@ -55,8 +55,8 @@ def require_chat_template(model: ModelConfig) -> None:
     Raises:
         ModelError: It has none or one that cannot work, or no tokenizer.
     """
-    if model.tokenizer is not None and (template := read_chat_template(Path(model.tokenizer))) is not None:
-        check_chat_template(template, Path(model.tokenizer))
+    if model.tokenizer is not None and read_chat_template(Path(model.tokenizer)) is not None:
+        check_chat_template(Path(model.tokenizer), render=True)
         return
     tokenizer = load_tokenizer(model)
     if tokenizer is None or getattr(tokenizer.template_renderer, "chat_template", None) is None:

@@ -28,7 +28,7 @@ from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.metrics.prometheus import EngineCollector
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.entrypoints.chat_template import (
-    check_template_syntax,
+    check_chat_template,
     read_chat_template,
     read_special_tokens,
     template_file,
@@ -102,7 +102,7 @@ def run_server(
         config = requested_config(args)
         trial.start(config.model.tokenizer)
         if settings.chat_template is None:
-            check_template_syntax(Path(str(config.model.tokenizer)))
+            check_chat_template(Path(str(config.model.tokenizer)), render=False)
         return AsyncLLM(config)
 
     return run_in_event_loop(APIServer(load, args.model, settings, listener, parent, trial).run())
