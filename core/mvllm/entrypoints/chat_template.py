@@ -202,21 +202,23 @@ def resolve_chat_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> 
         raise template_error(e, "") from e
 
 
-def check_chat_template(folder: Path, *, render: bool) -> None:
-    """Checks the chat template in a tokenizer's folder, if it has one.
+def check_chat_template(folder: Path, given: str | None = None, *, render: bool) -> None:
+    """Checks the chat template in a tokenizer's folder, if it has one, or the one of `--chat-template`.
 
     Args:
+        given: That of `--chat-template`.
         render: Also renders a short conversation with it, in this process without limits.
 
     Raises:
         ModelError: It has a syntax error, or calls a function that does not exist. Other errors may be those of a
             template that requires other messages.
     """
-    if (template := read_chat_template(folder)) is None:
+    template = given or read_chat_template(folder)
+    if template is None:
         return
     from mvllm.engine.tokenizer.jinja_template import check_syntax
 
-    source = str(template_file(folder))
+    source = "of --chat-template" if given else str(template_file(folder))
     check_syntax(template, f"The chat template {source}")
     tokenizer: Any = SimpleNamespace(template_renderer=FolderTemplate(template, read_special_tokens(folder)))
     try:

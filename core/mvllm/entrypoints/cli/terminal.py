@@ -49,14 +49,18 @@ def open_llm(
         yield llm, with_thinking_tags(params, llm.llm_engine.config.model)
 
 
-def require_chat_template(model: ModelConfig) -> None:
+def require_chat_template(model: ModelConfig, given: str | None = None) -> None:
     """Checks that a model has a chat template, and that it works. Loads its tokenizer only if no file has one.
+
+    Args:
+        given: The template of `--chat-template`, which replaces the model's.
 
     Raises:
         ModelError: It has none or one that cannot work, or no tokenizer.
     """
-    if model.tokenizer is not None and read_chat_template(Path(model.tokenizer)) is not None:
-        check_chat_template(Path(model.tokenizer), render=True)
+    folder = Path(str(model.tokenizer))
+    if given is not None or read_chat_template(folder) is not None:
+        check_chat_template(folder, given, render=True)
         return
     tokenizer = load_tokenizer(model)
     if tokenizer is None or getattr(tokenizer.template_renderer, "chat_template", None) is None:
