@@ -20,7 +20,7 @@ from typing import Any
 
 from mvllm import plugin_groups
 from mvllm.config.engine_config import ParallelConfig
-from mvllm.config.env import describe_unknown, unknown_variables
+from mvllm.config.env import unknown_variables
 from mvllm.entrypoints.cli.fork_runner import ForkResult, run_in_fork
 from mvllm.entrypoints.cli.option_words import engine_options, in_options
 from mvllm.entrypoints.cli.platforms import installed_plugins
@@ -485,12 +485,10 @@ def _visible_devices() -> Checks:
 
 
 def _unknown_variables() -> Checks:
-    unknown = unknown_variables(source.name for source in find_sources())
-    if not unknown:
+    if unknown := unknown_variables(source.name for source in find_sources()):
+        yield Check("environment.unknown", CheckStatus.WARNING, " ".join(unknown), "unset or rename")
+    else:
         yield Check("environment.unknown", CheckStatus.OK, "every MVLLM_* variable is known")
-        return
-    found = " ".join(describe_unknown(name, nearest) for name, nearest in unknown.items())
-    yield Check("environment.unknown", CheckStatus.WARNING, found, "unset or rename")
 
 
 def _shared_memory() -> Checks:
