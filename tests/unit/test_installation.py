@@ -124,9 +124,7 @@ class TestOwnPackages:
         machine.core_of_clone()
         assert install_command("mvllm-compat") == f"uv pip install {machine.clone}/plugins/compat"
         assert install_command("mvllm>=0.9") == f"uv pip install {machine.clone}"
-        assert describe_installation() == (
-            f"mvllm 0.9.0, from the folder {machine.clone}; the installer is `uv pip`"
-        )
+        assert describe_installation() == (f"mvllm 0.9.0, from the folder {machine.clone}; the installer is `uv pip`")
 
     def test_an_editable_clone_stays_one(self, machine: Machine) -> None:
         machine.core_of_clone(editable=True)

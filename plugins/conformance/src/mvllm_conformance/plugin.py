@@ -238,6 +238,7 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     _ = run.waivers
     if not hasattr(config, "workerinput") and threading.current_thread() is threading.main_thread():
+
         def interrupt(*_: object) -> None:
             # As Ctrl-C: pytest ends the run and prints its summaries. Commands in the background ignore SIGINT itself.
             raise KeyboardInterrupt
