@@ -5,10 +5,9 @@ command here asks an index for a package of mvllm; it comes from where mvllm cam
 
     a folder, such as a clone      its folder there            pip install /clone/plugins/compat
     a wheel, named by its path     the file beside the wheel   pip install --require-hashes -r /wheels/cpu.txt
-    a wheelhouse's requirements    the same, in general form   pip install --require-hashes -r WHEELHOUSE/cpu.txt
-    no longer there                the same, in general form
+    unknown, or no longer there    the same, in general form   pip install --require-hashes -r WHEELHOUSE/cpu.txt
 
-pip and uv record where a folder or a wheel is that was named by its path, and nothing of a requirements file.
+Of a requirements file, such as a wheelhouse has, pip and uv record nothing: it is unknown then.
 
 Libraries, and packages of vendors that are installed, have names of their own, which are given to the index.
 """
@@ -135,13 +134,11 @@ def describe_installation() -> str:
     origin, tool = _core_origin(), _Tool.find()
     core = next(filter(_is_this_project, _core_distributions()), None)
     made = "run from a folder, without an installation" if core is None else f"mvllm {core.version}"
+    is_recorded = core is not None and core.read_text("direct_url.json")
+    came = "from a source that is not on this machine" if is_recorded else "from a wheelhouse or an index"
     if origin.folder is not None:
         kind = "the folder" if origin.is_source else "a wheel in"
         came = f"from {kind} {origin.folder}" + ", editable" * origin.is_editable
-    elif core is not None and core.read_text("direct_url.json"):
-        came = "from a source that is not on this machine"
-    else:  # pip and uv record no more of what a requirements file names by version
-        came = "from a wheelhouse or an index"
     return f"{made}, {came}; the installer is `{tool.command}`" + f" (with{tool.suffix})" * bool(tool.suffix)
 
 

@@ -33,13 +33,7 @@ from mvllm.installable import (
     part_versions,
     unknown_platform,
 )
-from mvllm.installation import (
-    INSTALL_PAGE,
-    conflicting_distribution,
-    describe_installation,
-    install_command,
-    is_own,
-)
+from mvllm.installation import INSTALL_PAGE, conflicting_distribution, describe_installation, install_command, is_own
 from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
 from mvllm.platform.discovery import (
     SLOW_PROBE_SECONDS,
@@ -457,8 +451,7 @@ def _extensions() -> Checks:
     own = {name for name in {source.distribution for _, source in allowed} if is_own(name)}
     counts = Counter(group.noun for group, source in allowed if source.distribution in own)
     listed = [f"{g.noun} {s.name} ({s.distribution} {s.version})" for g, s in allowed if s.distribution not in own]
-    if counts:
-        listed.append(f"of mvllm's own packages: {', '.join(f'{noun} ({n})' for noun, n in counts.items())}")
+    listed += [f"of mvllm's own packages: {', '.join(f'{noun} ({n})' for noun, n in counts.items())}"] * bool(counts)
     found = "; ".join(listed) or "none"
     if excluded := sorted({s.distribution for _, s in installed} - {s.distribution for _, s in allowed}):
         found += f"; {plugin_groups.ENVIRONMENT_VARIABLE} does not allow {', '.join(excluded)}"
