@@ -4,8 +4,10 @@ On the public package index the name `mvllm` belongs to another project, and nam
 command here asks an index for a package of mvllm; it comes from where mvllm came from:
 
     a folder, such as a clone      its folder there            pip install /clone/plugins/compat
-    a wheel in a wheelhouse        its requirements file       pip install --require-hashes --no-deps -r /wheels/cpu.txt
+    a wheel, named by its path     the file beside the wheel   pip install --require-hashes --no-deps -r /wheels/cpu.txt
     unknown, or no longer there    the same, in general form   pip install … -r WHEELHOUSE/cpu.txt
+
+Of a requirements file, such as a wheelhouse has, pip and uv record nothing: it is unknown then.
 
 Libraries, and packages of vendors that are installed, have names of their own, which are given to the index.
 """
@@ -125,15 +127,16 @@ def conflicting_distribution() -> str | None:
 
 
 def describe_installation() -> str:
-    """Where mvllm came from, and what installs further packages, in one line."""
+    """Where mvllm came from, and the installer of this environment, in one line."""
     origin, tool = _core_origin(), _Tool.find()
     core = _core()
     made = "run from a folder, without an installation" if core is None else f"mvllm {core.version}"
-    came = "from a source that is not recorded or no longer exists"
+    is_recorded = core is not None and core.read_text("direct_url.json")
+    came = "from a source that is not on this machine" if is_recorded else "from a wheelhouse or an index"
     if origin.folder is not None:
         kind = "the folder" if origin.is_source else "a wheel in"
         came = f"from {kind} {origin.folder}" + ", editable" * origin.is_editable
-    return f"{made}, {came}; packages are added with `{tool.command} install`{tool.suffix}"
+    return f"{made}, {came}; the installer is `{tool.command}`" + f" (with{tool.suffix})" * bool(tool.suffix)
 
 
 def is_own(distribution: str) -> bool:

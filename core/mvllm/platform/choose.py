@@ -189,7 +189,7 @@ def _is_eligible(candidate: Candidate) -> bool:
 
 def _before_hosts(chosen: str, hosts: Sequence[str]) -> str:
     are = f"{hosts[0]} is" if len(hosts) == 1 else f"{', '.join(hosts[:-1])} and {hosts[-1]} are"
-    return f"it has a device, {are} the host; to choose: {_options((chosen, *hosts))}"
+    return f"it has a device, {are} the host; to choose: {_options((chosen, *hosts))} (or {ENVIRONMENT_VARIABLE})"
 
 
 def _has_crashed(candidate: Candidate) -> bool:

@@ -13,6 +13,7 @@ import platform as host
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from mvllm.installation import (
     describe_installation,
     find_distribution,
     install_command,
+    is_own,
 )
 from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
 from mvllm.platform.discovery import (
@@ -455,8 +457,11 @@ def _extensions() -> Checks:
     """Installed plugins other than platforms, from metadata, and whether two of a kind have the same name."""
     installed = installed_plugins()
     allowed = [(group, source) for group, source in installed if plugin_groups.is_allowed(source)]
-    listed = [f"{group.noun} {source.name} ({source.distribution} {source.version})" for group, source in allowed]
-    found = "; ".join(listed) if listed else "none"
+    own = {name for name in {source.distribution for _, source in allowed} if is_own(name)}
+    counts = Counter(group.noun for group, source in allowed if source.distribution in own)
+    listed = [f"{g.noun} {s.name} ({s.distribution} {s.version})" for g, s in allowed if s.distribution not in own]
+    listed += [f"of mvllm's own packages: {', '.join(f'{noun} ({n})' for noun, n in counts.items())}"] * bool(counts)
+    found = "; ".join(listed) or "none"
     if excluded := sorted({s.distribution for _, s in installed} - {s.distribution for _, s in allowed}):
         found += f"; {plugin_groups.ENVIRONMENT_VARIABLE} does not allow {', '.join(excluded)}"
     names = [f"{group.noun} {source.name}" for group, source in allowed]
