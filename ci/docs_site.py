@@ -9,13 +9,14 @@ once more, since themes and generated pages have links, too.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, only_one
+from environments import Environment, StepFailed, Steps
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "ci" / "site"))
@@ -35,17 +36,8 @@ def setup() -> None:
     Raises:
         StepFailed: A command failed.
     """
-    wanted = Stamp(DOCS.hash_of([CONSTRAINTS]))
-    with only_one():
-        if DOCS.read_stamp() == wanted and DOCS.has(("sphinx-build", "towncrier")):
-            return
-        DOCS.remove()
-        DOCS.write_stamp(UNFINISHED)
-        steps = Steps(DOCS, total=2)
-        steps.run("virtual environment for the documentation", [sys.executable, "-m", "venv", DOCS.folder])
-        pip = [DOCS.python, "-m", "pip", "install", "--quiet", "--progress-bar", "off", "--no-deps"]
-        steps.run("Sphinx and its theme (120 MB)", [*pip, "-r", CONSTRAINTS])
-        DOCS.write_stamp(wanted)
+    titles = ("virtual environment for the documentation", "Sphinx and its theme (120 MB)")
+    DOCS.install_pins(CONSTRAINTS, ("sphinx-build", "towncrier"), titles)
 
 
 def build() -> int:
@@ -71,14 +63,30 @@ def build() -> int:
 
 
 def changelog(version: str | None) -> int:
-    """Prints the notes of the next release. With a version, writes them and removes the fragments."""
-    setup()
+    """Prints the notes of the next release. With a version, writes them and removes the fragments.
+
+    Raises:
+        StepFailed: There are no fragments, or CHANGELOG.md has a section of the version.
+    """
     if version is None:
-        print(draft())
+        setup()
+        print(draft() or f"docs/changes has no notes: nothing has changed since the last section of {CHANGELOG.name}")
         return 0
+    if not re.fullmatch(r"\d+\.\d+\.\w+", version):
+        raise StepFailed(f"error: {version!r} is no version\n  remedy: write it as 0.9.0")
+    if re.search(rf"^## {re.escape(version)}\b", CHANGELOG.read_text(encoding="utf-8"), re.MULTILINE):
+        raise StepFailed(f"error: {CHANGELOG.name} has a section of {version} already\n  remedy: write into it by hand")
+    if not fragments():
+        raise StepFailed(f"error: docs/changes has no notes, so a section of {version} would be empty")
+    setup()
     command = [DOCS.bin / "towncrier", "build", "--yes", "--version", version]
     Steps(DOCS, total=1).run(f"CHANGELOG.md, {version}", command)
     return 0
+
+
+def fragments() -> list[Path]:
+    """The files with notes of the next release."""
+    return [path for path in (ROOT / "docs" / "changes").glob("*.md") if path.name != "README.md"]
 
 
 def draft() -> str:
@@ -87,7 +95,7 @@ def draft() -> str:
     Raises:
         StepFailed: towncrier failed.
     """
-    if all(path.name == "README.md" for path in (ROOT / "docs" / "changes").glob("*.md")):
+    if not fragments():
         return ""
     output, status = DOCS.capture([DOCS.bin / "towncrier", "build", "--draft", "--version", "Not released"])
     if status != 0:

@@ -116,6 +116,29 @@ class Environment:
         elif self.folder.exists():
             shutil.rmtree(self.folder)
 
+    def install_pins(self, pins: Path, commands: Sequence[str], titles: tuple[str, str]) -> None:
+        """Creates the environment from a file that pins every package; returns at once if it is up to date.
+
+        Args:
+            pins: The file.
+            commands: Programs that the environment must have.
+            titles: Of the two steps.
+
+        Raises:
+            StepFailed: A command failed.
+        """
+        wanted = Stamp(self.hash_of([pins]))
+        with only_one():
+            if self.read_stamp() == wanted and self.has(commands):
+                return
+            self.remove()
+            self.write_stamp(UNFINISHED)
+            steps = Steps(self, total=2)
+            steps.run(titles[0], [sys.executable, "-m", "venv", self.folder])
+            pip = [self.python, "-m", "pip", "install", "--quiet", "--progress-bar", "off", "--no-deps"]
+            steps.run(titles[1], [*pip, "-r", pins])
+            self.write_stamp(wanted)
+
     def variables(self, **extra: str) -> dict[str, str]:
         """Environment variables for child processes: this process's, without those of other installations."""
         leaks = (

@@ -31,13 +31,27 @@ def with_address(readme: str, url: str, version: str) -> str:
     Raises:
         ValueError: The text has no `MARK`, or the address is not one of https.
     """
+    url = check_address(url)
     if not url:
         return readme
-    if not re.fullmatch(r"https://[\w.-]+(/[\w.~-]+)+/?", url):
-        raise ValueError(f"{VARIABLE} is {url!r}: set it to the https address of the repository.")
     if readme.count(MARK) != 1:
         raise ValueError(f"README.md needs the line {MARK} once.")
-    url = url.rstrip("/")
+    return absolute_links(readme.replace(MARK, f"Source: <{url}>."), url, version)
+
+
+def check_address(url: str) -> str:
+    """The address of a repository without a slash at its end; empty if there is none.
+
+    Raises:
+        ValueError: It is not one of https.
+    """
+    if url and not re.fullmatch(r"https://[\w.-]+(/[\w.~-]+)+/?", url):
+        raise ValueError(f"{VARIABLE} is {url!r}: set it to the https address of the repository.")
+    return url.rstrip("/")
+
+
+def absolute_links(text: str, url: str, version: str) -> str:
+    """A page in Markdown whose relative links lead to the files of a release's tag; unchanged without an address."""
 
     def absolute(match: re.Match[str]) -> str:
         before, target = match.groups()
@@ -46,7 +60,7 @@ def with_address(readme: str, url: str, version: str) -> str:
         kind = "raw" if target.partition("#")[0].endswith((".svg", ".png")) else "blob"
         return f"{before}({url}/{kind}/v{version}/{target})"
 
-    return re.sub(r"(\])\(([^)\s]+)\)", absolute, readme.replace(MARK, f"Source: <{url}>."))
+    return re.sub(r"(\])\(([^)\s]+)\)", absolute, text) if url else text
 
 
 if __name__ == "__main__":

@@ -61,20 +61,23 @@ class Session:
             must_print: A text that its output must have.
 
         Raises:
-            Failed: Its exit status is not 0, or the text is missing.
+            Failed: It is not there, takes an hour, its exit status is not 0, or the text is missing.
         """
         began = time.monotonic()
         print(f"{self._clock()} $ {command}", flush=True)
-        done = subprocess.run(
-            shlex.split(command),
-            cwd=self.folder,
-            env=self.environment,
-            input=typed if typed is not None else "",
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SLOW,
-        )
+        try:
+            done = subprocess.run(
+                shlex.split(command),
+                cwd=self.folder,
+                env=self.environment,
+                input=typed if typed is not None else "",
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=SLOW,
+            )
+        except (OSError, subprocess.TimeoutExpired) as e:
+            raise Failed(f"{command}: {e}") from e
         lines = done.stdout.strip().splitlines()
         for line in lines[-SHOWN:]:
             print(f"      {line[:160]}")
@@ -86,10 +89,10 @@ class Session:
     def serve(self, command: str, port: int) -> subprocess.Popen[str]:
         """Starts a server and waits until it answers on `/health`."""
         print(f"{self._clock()} $ {command} &", flush=True)
-        log = (self.folder / "server.log").open("w")
-        server = subprocess.Popen(
-            shlex.split(command), cwd=self.folder, env=self.environment, stdout=log, stderr=subprocess.STDOUT, text=True
-        )
+        with (self.folder / "server.log").open("w") as log:
+            server = subprocess.Popen(
+                shlex.split(command), cwd=self.folder, env=self.environment, stdout=log, stderr=log, text=True
+            )
         began = time.monotonic()
         check = ["curl", "--silent", "--fail", "--output", os.devnull, f"http://127.0.0.1:{port}/health"]
         while subprocess.run(check, check=False).returncode != 0:
@@ -113,7 +116,7 @@ def first_half_hour(session: Session, options: argparse.Namespace) -> None:
     """
     uv = options.installer == "uv"
     pip = "uv pip" if uv else "pip"
-    session.run("uv venv" if uv else f"{options.python} -m venv .venv")
+    session.run("uv venv" if uv else f"{shlex.quote(options.python)} -m venv .venv")
     session.activate(session.folder / ".venv")
     session.run(f"{pip} install --require-hashes -r {shlex.quote(str(options.wheelhouse / f'{options.platform}.txt'))}")
     session.run("mvllm doctor")
@@ -130,8 +133,7 @@ def first_half_hour(session: Session, options: argparse.Namespace) -> None:
             f"curl -s {address} -H 'Content-Type: application/json' -d {shlex.quote(body)}", must_print='"choices"'
         )
     finally:
-        server.terminate()
-        server.wait(60)
+        end(server)
     session.run("mvllm plugin new acme")
     session.run(f"{pip} install -e mvllm-acme")
     session.run("mvllm platforms", must_print="acme")
@@ -144,6 +146,20 @@ def first_half_hour(session: Session, options: argparse.Namespace) -> None:
         # Two platforms are installed here: the example runs on the one of the machine.
         session.environment["MVLLM_PLATFORM"] = options.platform
         session.run(f"python {example} --steps {3 if options.short else 30}")
+
+
+def end(server: subprocess.Popen[str]) -> None:
+    """Ends a server.
+
+    Raises:
+        Failed: It did not end by itself.
+    """
+    server.terminate()
+    try:
+        server.wait(60)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        raise Failed("the server did not end within 60 s after SIGTERM") from None
 
 
 def free_port() -> int:

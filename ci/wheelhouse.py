@@ -30,7 +30,6 @@ import sys
 import tarfile
 import tempfile
 import tomllib
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,8 +37,8 @@ from pathlib import Path
 
 import kernel_wheels
 import wheelhouse_page
-from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, only_one, pinned
-from source_address import with_address
+from environments import Environment, StepFailed, Steps, pinned
+from source_address import absolute_links, check_address, with_address
 from wheelhouse_contents import (
     COMPONENTS,
     MANIFEST,
@@ -52,6 +51,7 @@ from wheelhouse_contents import (
     check,
     digest,
     is_own,
+    manifest,
     own_wheels,
     pins_of,
     requirements,
@@ -102,18 +102,8 @@ def setup() -> None:
     Raises:
         StepFailed: A command failed.
     """
-    pins = CONSTRAINTS / "release.txt"
-    wanted = Stamp(RELEASE.hash_of([pins]))
-    with only_one():
-        if RELEASE.read_stamp() == wanted and RELEASE.has(("auditwheel", "pyproject-build", "uv")):
-            return
-        RELEASE.remove()
-        RELEASE.write_stamp(UNFINISHED)
-        steps = Steps(RELEASE, total=2)
-        steps.run("virtual environment for the build", [sys.executable, "-m", "venv", RELEASE.folder])
-        pip = [RELEASE.python, "-m", "pip", "install", "--quiet", "--progress-bar", "off", "--no-deps"]
-        steps.run("build backends, uv, auditwheel (60 MB)", [*pip, "-r", pins])
-        RELEASE.write_stamp(wanted)
+    titles = ("virtual environment for the build", "build backends, uv, auditwheel (60 MB)")
+    RELEASE.install_pins(CONSTRAINTS / "release.txt", ("auditwheel", "pyproject-build", "uv"), titles)
 
 
 def build(projects: Sequence[Path], torch_index: str, *, out: Path = DIST, compiled: bool = True) -> int:
@@ -180,13 +170,22 @@ def assemble(folder: Path, torch: Torch, steps: Steps) -> None:
 
 def last_change() -> str:
     """The time of the last commit in seconds, which wheels carry as the time of their files."""
-    output, status = RELEASE.capture(["git", "log", "-1", "--format=%ct"])
+    # In a container the files belong to another user, whose repositories git refuses to read without being told.
+    command = ["git", "-c", f"safe.directory={RELEASE.root}", "log", "-1", "--format=%ct"]
+    output, status = RELEASE.capture(command)
     return output.strip() if status == 0 and output.strip().isdigit() else "315532800"  # 1980, the oldest in a zip
 
 
 def source_url() -> str:
-    """The address of the repository, or an empty string."""
-    return os.environ.get(SOURCE_URL, "").rstrip("/")
+    """The address of the repository, or an empty string.
+
+    Raises:
+        StepFailed: The variable has something else.
+    """
+    try:
+        return check_address(os.environ.get(SOURCE_URL, ""))
+    except ValueError as e:
+        raise StepFailed(f"error: {e}") from None
 
 
 def copy_project(project: Path, folder: Path) -> Path:
@@ -256,7 +255,7 @@ def find_torch(index: str, version: str) -> Torch:
     try:
         with urllib.request.urlopen(page, timeout=20) as answer:  # noqa: S310  what the release engineer has given
             text = answer.read().decode()
-    except (urllib.error.URLError, TimeoutError, OSError) as e:
+    except (OSError, ValueError) as e:  # ValueError: not an address
         print(f"note: {page} cannot be read ({e}); asking pip for torch {build}", flush=True)
         text = ""
     if f"torch-{quote_version(build)}-" in text or f"torch-{build}-" in text:
@@ -410,23 +409,13 @@ def check_wheels(folder: Path) -> int:
     """
     failed = 0
     with tempfile.TemporaryDirectory() as place:
+        wanted = [line for line in requirements(folder / "cpu.txt") if not line.startswith("torch==")]
+        (file := Path(place) / "cpu.txt").write_text("".join(f"{line}\n" for line in wanted), encoding="utf-8")
+        install = [RELEASE.bin / "uv", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--require-hashes"]
+        install += ["--only-binary", ":all:", "--target", Path(place) / "none", "--find-links", folder.resolve()]
         for system in SYSTEMS:
             for python in PYTHONS:
-                text = (folder / "cpu.txt").read_text(encoding="utf-8")
-                text = text.replace("--find-links .", f"--find-links {folder.resolve()}")
-                text = re.sub(r"^torch==(.*\\\n)*.*\n", "", text, flags=re.MULTILINE)
-                (file := Path(place) / "cpu.txt").write_text(text, encoding="utf-8")
-                command = [
-                    RELEASE.bin / "uv",
-                    "pip",
-                    "install",
-                    "--quiet",
-                    "--dry-run",
-                    "--no-deps",
-                    "--require-hashes",
-                ]
-                command += ["--only-binary", ":all:", "--target", Path(place) / "none", "--python-version", python]
-                command += ["--python-platform", system, "-r", file]
+                command = [*install, "--python-version", python, "--python-platform", system, "-r", file]
                 output, status = RELEASE.capture(command, extra={"MACOSX_DEPLOYMENT_TARGET": MACOS})
                 failed |= status != 0
                 print(f"{system}, Python {python}: {'ok' if status == 0 else output.strip()}", flush=True)
@@ -441,23 +430,35 @@ def pack(folder: Path, out: Path) -> None:
         OUT/distributions/                     wheels and source archives, for an index that has the project's names
 
     Raises:
-        StepFailed: CHANGELOG.md has no section of this version.
+        StepFailed: CHANGELOG.md has no notes of this version.
     """
     version = own_wheels(folder)[0].version
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    match = re.search(rf"^## .*{re.escape(version)}.*?$\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    if match is None:
-        raise StepFailed(f"error: CHANGELOG.md has no section of {version}\n  remedy: add the heading `## {version}`")
-    shutil.rmtree(out, ignore_errors=True)
-    (out / "distributions").mkdir(parents=True)
-    (out / "notes.md").write_text(match[1].strip() + "\n", encoding="utf-8")
+    match = re.search(rf"^## {re.escape(version)}(?: .*?)?$\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    if match is None or not match[1].strip():
+        raise StepFailed(f"error: CHANGELOG.md has no notes of {version}\n  remedy: write them below `## {version}`")
+    distributions = out / "distributions"
+    shutil.rmtree(distributions, ignore_errors=True)  # and nothing else: the user has named `out`
+    for old in out.glob("mvllm-*-wheelhouse.tar.gz"):
+        old.unlink()
+    distributions.mkdir(parents=True)
+    notes = absolute_links(match[1].strip(), source_url(), version)
+    (out / "notes.md").write_text(f"{notes}\n", encoding="utf-8")
     name = f"mvllm-{version}-wheelhouse"
-    listed = [line.split("  ", 1)[1] for line in (folder / MANIFEST).read_text(encoding="utf-8").splitlines()]
+    listed = [file for _, file in manifest(folder)]
     with tarfile.open(out / f"{name}.tar.gz", "w:gz") as archive:
         for file in [MANIFEST, *listed]:
-            archive.add(folder / file, f"{name}/{file}")
-    for path in [*folder.glob("mvllm*.whl"), *(folder / SOURCE).glob("mvllm*.tar.gz")]:
-        shutil.copy(path, out / "distributions")
+            archive.add(folder / file, f"{name}/{file}", filter=without_owner)
+    for file in listed:
+        if re.fullmatch(rf"mvllm[^/]*\.whl|{SOURCE}/mvllm[^/]*\.tar\.gz", file):
+            shutil.copy(folder / file, distributions)
+
+
+def without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """A member of an archive that says nothing about the account that built it."""
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
 
 
 def main(argv: Sequence[str]) -> int:
@@ -465,7 +466,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("command", choices=["check", "wheels", "pack"])
     parser.add_argument("folder", type=Path, nargs="?", default=DIST)
     parser.add_argument("out", type=Path, nargs="?", default=ROOT / "build" / "release")
-    parser.add_argument("--tag", default="", help="check: the release that it is for, such as v0.9.0; empty for any")
+    parser.add_argument("--tag", default="", help="check, pack: the release, such as v0.9.0; empty for any")
     options = parser.parse_args(argv)
     try:
         if options.command == "wheels":
@@ -473,8 +474,8 @@ def main(argv: Sequence[str]) -> int:
             return check_wheels(options.folder)
         check(options.folder)
         version = own_wheels(options.folder)[0].version
-        if options.tag.startswith("v") and options.tag != f"v{version}":
-            raise StepFailed(f"error: the wheelhouse is of {version}, the tag is {options.tag}")
+        if options.tag and options.tag != f"v{version}":
+            raise StepFailed(f"error: the tag of this wheelhouse is v{version}, not {options.tag}")
         if options.command == "pack":
             pack(options.folder, options.out)
         print(f"{options.folder} is consistent: mvllm {version}")

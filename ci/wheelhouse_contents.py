@@ -122,7 +122,29 @@ def pins_of(folder: Path) -> dict[str, list[tuple[str, str]]]:
 
 def is_own(name: str) -> bool:
     """Whether a distribution has a name of the project."""
-    return re.match(r"mvllm\b", name) is not None
+    return re.match(r"mvllm(?![a-z0-9])", name, re.IGNORECASE) is not None
+
+
+def manifest(folder: Path) -> list[tuple[str, str]]:
+    """Hashes and names of the files that a wheelhouse lists.
+
+    Raises:
+        StepFailed: It has no list, or one that is not made of lines `HASH  NAME` with names inside the folder.
+    """
+    try:
+        lines = (folder / MANIFEST).read_text(encoding="utf-8").splitlines()
+    except OSError as e:
+        raise StepFailed(
+            f"error: {folder} is no wheelhouse: {MANIFEST}: {e.strerror}\n"
+            "  remedy: name the folder that `python3 ci/dev.py build` made"
+        ) from None
+    found = []
+    for line in lines:
+        match = re.fullmatch(r"([0-9a-f]{64})  ([^/]+(?:/[^/]+)*)", line)
+        if match is None or ".." in match[2].split("/"):
+            raise StepFailed(f"error: {folder / MANIFEST} has the line {line!r}")
+        found.append((match[1], match[2]))
+    return found
 
 
 def check(folder: Path) -> None:
@@ -133,8 +155,7 @@ def check(folder: Path) -> None:
             project has a hash that no wheel has.
     """
     faults: list[str] = []
-    listed = [line.split("  ", 1) for line in (folder / MANIFEST).read_text(encoding="utf-8").splitlines()]
-    for expected, name in listed:
+    for expected, name in manifest(folder):
         if not (folder / name).is_file():
             faults.append(f"{name} is in {MANIFEST} and not in the folder")
         elif digest(folder / name) != expected:

@@ -9,15 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from mvllm.installation import install_command, listed_packages
-
-_EXECUTORS = "executors"
-_PARTS = "parts"
-
-
-def installable_platforms() -> list[str]:
-    """Packages with a platform, installed or not, sorted."""
-    return sorted(listed_packages() - listed_packages(_EXECUTORS) - listed_packages(_PARTS))
+from mvllm.installation import EXECUTORS, PARTS, find_distribution, install_command, listed_packages
+from mvllm.installation import installable_platforms as installable_platforms
 
 
 def unknown_platform(name: str, installed: Iterable[str]) -> str:
@@ -37,7 +30,9 @@ def unknown_platform(name: str, installed: Iterable[str]) -> str:
             f"The platform {name!r} is not installed (installed: {listed}). Its package is {packages[name]}. "
             f"Run: {install_command(packages[name])}"
         )
-    near = difflib.get_close_matches(name.lower(), sorted({*packages, *here}), n=1)
+    near = difflib.get_close_matches(
+        name.lower(), sorted({*packages, *here}), n=1, cutoff=0.7
+    )  # short names differ by a letter
     meant = ""
     if near and near[0] in here:
         meant = f" Did you mean {near[0]!r}?"
@@ -55,12 +50,12 @@ def installable_executors() -> dict[str, str]:
 
 def executor_packages() -> dict[str, str]:
     """Names of executors of other packages, installed or not, and the package of each."""
-    return {package.removeprefix("mvllm-"): package for package in sorted(listed_packages(_EXECUTORS))}
+    return {package.removeprefix("mvllm-"): package for package in sorted(listed_packages(EXECUTORS))}
 
 
 def installable_parts() -> dict[str, str]:
     """Names of parts of mvllm that are packages of their own, installed or not, and the package of each."""
-    return {package.removeprefix("mvllm-"): package for package in sorted(listed_packages(_PARTS))}
+    return {package.removeprefix("mvllm-"): package for package in sorted(listed_packages(PARTS))}
 
 
 def part_versions() -> dict[str, str | None]:
@@ -95,9 +90,5 @@ def missing_part(name: str, what: str) -> str | None:
 
 
 def _installed_version(package: str) -> str | None:
-    import importlib.metadata  # by commands that list parts
-
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found = find_distribution(package)
+    return None if found is None else found.version

@@ -4,8 +4,10 @@ On the public package index the name `mvllm` belongs to another project, and nam
 command here asks an index for a package of mvllm; it comes from where mvllm came from:
 
     a folder, such as a clone      its folder there            pip install /clone/plugins/compat
-    a wheel in a wheelhouse        its requirements file       pip install --require-hashes -r /wheels/cpu.txt
-    unknown, or no longer there    the same, in general form   pip install --require-hashes -r WHEELHOUSE/cpu.txt
+    a wheel, named by its path     the file beside the wheel   pip install --require-hashes --no-deps -r /wheels/cpu.txt
+    unknown, or no longer there    the same, in general form   pip install … -r WHEELHOUSE/cpu.txt
+
+Of a requirements file, such as a wheelhouse has, pip and uv record nothing: it is unknown then.
 
 Libraries, and packages of vendors that are installed, have names of their own, which are given to the index.
 """
@@ -19,7 +21,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +38,8 @@ _MARK = ("console_scripts", "mvllm.entrypoints.cli.main:main")
 """The entry point by which the metadata of this project's `mvllm` is known; the other project's has another value."""
 _REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[([^]]*)\])?")
 _PART = re.compile(r"(mvllm-[a-z0-9-]+)[^;]*;.*extra == ['\"]([^'\"]+)['\"]")
-_NO_PLATFORMS = ("parts", "executors")  # extras that list what is no platform
+PARTS, EXECUTORS = "parts", "executors"
+"""Extras of mvllm that list what is no platform: packages with a part of mvllm, such as a command, or an executor."""
 
 
 @dataclass(frozen=True)
@@ -73,33 +76,29 @@ def install_command(
     Returns:
         One line for a shell, which may end in a note in parentheses.
     """
-    tool, origin, wanted = _Tool.find(), _core_origin(), _Wanted()
+    tool, wanted = _Tool.find(), _Wanted()
     for text in requirements:
         wanted.add(text, upgrade=upgrade)
-    own, others, folders, notes = wanted.own, wanted.others, wanted.folders, wanted.notes
     commands = []
-    if own and (paths := _own_folders(own, origin, with_required=not tool.is_uv)):
-        folders = [*paths, *folders]
-        notes += [f"after an update of {origin.folder}"] * upgrade
-    elif own:
-        file, note = _requirements_file(own, None if upgrade else origin.folder)
-        note += " of a newer release" * bool(note and upgrade)
+    if wanted.own and not wanted.take_from_clone(upgrade=upgrade):
         if reinstall:
-            commands.append(tool.uninstall(own))
-        commands.append(tool.install(["--require-hashes", "-r", file]))
-        notes += [note] * bool(note)
-    if folders or others:
-        options = ["-U"] * bool(upgrade and others)
+            commands.append(tool.uninstall(wanted.own))
+        # Files for some devices leave torch out, so that without --no-deps they are refused.
+        file = wanted.requirements_file(upgrade=upgrade)
+        commands.append(tool.install(["--require-hashes", "--no-deps", "-r", file]))
+    if wanted.folders or wanted.others:
+        options = ["-U"] if upgrade and wanted.others else []
         if reinstall:
-            options += ["--reinstall" if tool.is_uv else "--force-reinstall"] + ["--no-deps"] * (not others)
-        backend = torch_backend or ("auto" if folders and _brings_torch(own) else None)
+            options += ["--reinstall" if tool.is_uv else "--force-reinstall"]
+            options += [] if wanted.others else ["--no-deps"]
+        backend = torch_backend or wanted.torch_backend()
         if backend and tool.is_uv:
             options.append(f"--torch-backend={backend}")
         elif backend:
-            first = "" if others else "after torch, "
-            notes.append(f"{first}with the --index-url that PyTorch's installation page gives for {backend}")
-        commands.append(tool.install([*options, *dict.fromkeys(others), *folders]))
-    return " && ".join(commands) + (f" ({'; '.join(notes)})" if notes else "")
+            first, device = "" if wanted.others else "torch first, ", backend.replace("auto", "your device")
+            wanted.notes.append(f"{first}with the --index-url that PyTorch's installation page gives for {device}")
+        commands.append(tool.install([*options, *dict.fromkeys(wanted.others), *wanted.folders]))
+    return " && ".join(commands) + (f" ({'; '.join(wanted.notes)})" if wanted.notes else "")
 
 
 def uninstall_command(*distributions: str) -> str:
@@ -128,15 +127,16 @@ def conflicting_distribution() -> str | None:
 
 
 def describe_installation() -> str:
-    """Where mvllm came from, and what installs further packages, in one line."""
+    """Where mvllm came from, and the installer of this environment, in one line."""
     origin, tool = _core_origin(), _Tool.find()
-    core = next(filter(_is_this_project, _core_distributions()), None)
+    core = _core()
     made = "run from a folder, without an installation" if core is None else f"mvllm {core.version}"
-    came = "from a source that is not recorded or no longer exists"
+    is_recorded = core is not None and core.read_text("direct_url.json")
+    came = "from a source that is not on this machine" if is_recorded else "from a wheelhouse or an index"
     if origin.folder is not None:
         kind = "the folder" if origin.is_source else "a wheel in"
         came = f"from {kind} {origin.folder}" + ", editable" * origin.is_editable
-    return f"{made}, {came}; packages are added with `{tool.command} install`{tool.suffix}"
+    return f"{made}, {came}; the installer is `{tool.command}`" + f" (with{tool.suffix})" * bool(tool.suffix)
 
 
 def is_own(distribution: str) -> bool:
@@ -150,6 +150,11 @@ def is_own(distribution: str) -> bool:
         return True
     required = {_split(text)[0] for package in listed_packages() for text in _requires(package)}
     return name in required
+
+
+def installable_platforms() -> list[str]:
+    """Packages with a platform, installed or not, sorted."""
+    return sorted(listed_packages() - listed_packages(PARTS) - listed_packages(EXECUTORS))
 
 
 def listed_packages(extra: str | None = None) -> set[str]:
@@ -183,22 +188,58 @@ class _Wanted:
             self.others += libraries
         elif is_own(name):
             self.own.append(name)
-        elif (found := _origin(_distribution(name))).is_source and found.folder is not None:
+        elif (found := _origin(find_distribution(name))).is_source and found.folder is not None:
             self.folders.append(("-e " if found.is_editable else "") + shlex.quote(str(found.folder)))
-            self.notes += [f"after a change in {found.folder}"] * upgrade
+            self.notes += [f"after a change in {found.folder}"] if upgrade else []
         else:
             self.others.append(shlex.quote(text))
+
+    def take_from_clone(self, *, upgrade: bool) -> bool:
+        """Adds the folders of mvllm's packages in the clone that it came from; False without one."""
+        origin = _core_origin()
+        workspace = _workspace(origin)
+        if not workspace.keys() >= {*self.own}:
+            return False
+        folders = dict.fromkeys(shlex.quote(str(workspace[name])) for name in _with_required(self.own, workspace))
+        self.folders = [*(f"-e {folder}" if origin.is_editable else folder for folder in folders), *self.folders]
+        self.notes += [f"after an update of {origin.folder}"] if upgrade else []
+        return True
+
+    def requirements_file(self, *, upgrade: bool) -> str:
+        """The file of the wheelhouse that has mvllm's packages, quoted. Adds a note if the wheelhouse is not known.
+
+        Files are named after platforms and executors, and each has all parts.
+        """
+        platforms = installable_platforms()
+        wanted = [name for name in self.own if name in {*platforms, *listed_packages(EXECUTORS)}]
+        wanted += [name for name in platforms if find_distribution(name) is not None]
+        file = f"{wanted[0].removeprefix(f'{CORE}-') if wanted else 'PLATFORM'}.txt"
+        folder = None if upgrade else _core_origin().folder
+        if folder is not None and (folder / file).is_file():
+            return shlex.quote(str(folder / file))
+        release = " of a newer release" if upgrade else ""
+        self.notes.append(f"{INSTALL_PAGE} says what WHEELHOUSE is: the folder with the packages of mvllm{release}")
+        return f"WHEELHOUSE/{file}"
+
+    def torch_backend(self) -> str | None:
+        """`auto` if torch is installed with the packages; None if it is there, or none of them needs it."""
+        with_folders = self.folders and not _has_torch() and {*self.own} & {*installable_platforms()}
+        return "auto" if with_folders or any(re.match(r"'?torch\b(?!-)", text) for text in self.others) else None
 
 
 # --- where things came from
 
 
 def _core_origin() -> Origin:
-    origin = _origin(next(filter(_is_this_project, _core_distributions()), None))
-    if origin.folder is not None and (not origin.is_source or _project(origin.folder) is not None):
+    origin = _origin(_core())
+    if origin.folder is not None and (not origin.is_source or _is_clone(origin.folder)):
         return origin
     clone = Path(__file__).resolve().parents[2]  # core/mvllm/installation.py
-    return Origin(clone, is_source=True) if (_project(clone) or {}).get("name") == CORE else Origin()
+    return Origin(clone, is_source=True) if _is_clone(clone) else Origin()
+
+
+def _is_clone(folder: Path) -> bool:
+    return (_project(folder) or {}).get("name") == CORE
 
 
 def _origin(distribution: Distribution | None) -> Origin:
@@ -208,39 +249,23 @@ def _origin(distribution: Distribution | None) -> Origin:
         found = json.loads((distribution.read_text("direct_url.json") if distribution else None) or "{}")
         url = urlsplit(found.get("url", ""))
         path = Path(unquote(url.path))
-        if url.scheme != "file" or not path.exists():
-            return Origin()
-        if "dir_info" in found:
-            return Origin(path, is_source=True, is_editable=bool(found["dir_info"].get("editable")))
-    except (OSError, ValueError, AttributeError):
-        return Origin()
-    return Origin(path.parent)
+        if url.scheme == "file" and path.exists():
+            if "dir_info" in found:
+                return Origin(path, is_source=True, is_editable=bool(found["dir_info"].get("editable")))
+            if "archive_info" in found:  # else a repository of git: the package is a commit of it
+                return Origin(path.parent)
+    except (OSError, ValueError, AttributeError):  # whatever the file contains, an error's text can be made
+        pass
+    return Origin()
 
 
-def _own_folders(names: Iterable[str], origin: Origin, *, with_required: bool) -> list[str]:
-    """The folders of packages in the clone that mvllm was installed from, each with its option; empty without a clone.
-
-    Args:
-        names: The packages.
-        origin: Where mvllm came from.
-        with_required: Whether folders of packages of mvllm that they require, and that are not installed, come first.
-    """
-    workspace = _workspace(origin)
-    found: dict[Path, None] = {}
-
-    def add(name: str) -> None:
-        for required in (_project(workspace[name]) or {}).get("dependencies", ()) if with_required else ():
-            needed = _split(required)[0]
-            if needed in workspace and workspace[needed] not in found and _distribution(needed) is None:
-                add(needed)
-        found[workspace[name]] = None
-
-    for name in map(_normalized, names):
-        if name not in workspace:
-            return []
-        add(name)
-    quoted = [shlex.quote(str(folder)) for folder in found]
-    return [f"-e {folder}" for folder in quoted] if origin.is_editable else quoted
+def _with_required(names: Iterable[str], workspace: dict[str, Path]) -> Iterator[str]:
+    """Packages of a clone, each after those of the clone that it requires and lacks: pip does not look for them."""
+    for name in names:
+        required = (_split(text)[0] for text in (_project(workspace[name]) or {}).get("dependencies", ()))
+        lacking = (each for each in required if each in workspace and find_distribution(each) is None)
+        yield from _with_required(lacking, workspace)
+        yield name
 
 
 def _workspace(origin: Origin) -> dict[str, Path]:
@@ -263,22 +288,6 @@ def _project(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _requirements_file(names: Iterable[str], folder: Path | None) -> tuple[str, str]:
-    """The requirements file of the wheelhouse that has some packages, and a note that explains its name.
-
-    Args:
-        names: The packages. Files are named after platforms and executors, and each has all parts.
-        folder: The wheelhouse; None if it is not known.
-    """
-    platforms = sorted(listed_packages().difference(*map(listed_packages, _NO_PLATFORMS)))
-    wanted = [name for name in map(_normalized, names) if name in {*platforms, *listed_packages("executors")}]
-    wanted += [name for name in platforms if _distribution(name) is not None]
-    stem = wanted[0].removeprefix(f"{CORE}-") if wanted else "PLATFORM"
-    if folder is not None and (file := folder / f"{stem}.txt").is_file():
-        return shlex.quote(str(file)), ""
-    return f"WHEELHOUSE/{stem}.txt", f"{INSTALL_PAGE} says what WHEELHOUSE is: the folder with the packages of mvllm"
-
-
 def _libraries(name: str, extras: Iterable[str]) -> list[str]:
     """What the extras of a package require that is not mvllm's own, quoted; empty where it is not installed."""
     found: list[str] = []
@@ -294,17 +303,16 @@ def _libraries(name: str, extras: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _brings_torch(names: Iterable[str]) -> bool:
-    not_platforms = set().union(*map(listed_packages, _NO_PLATFORMS))
-    wanted = listed_packages().difference(not_platforms).intersection(map(_normalized, names))
-    return bool(wanted) and not _has_torch()
-
-
 def _has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
 # --- metadata
+
+
+def _core() -> Distribution | None:
+    """This project's `mvllm`; None where it is not installed."""
+    return next(filter(_is_this_project, _core_distributions()), None)
 
 
 def _is_this_project(distribution: Distribution) -> bool:
@@ -316,14 +324,15 @@ def _folder(distribution: Distribution) -> Path:
 
 
 def _core_distributions() -> list[Distribution]:
-    """What is installed under the name mvllm, in the order of the search path."""
+    """What is installed under the name mvllm, in the order of the search path, without what an uninstall has left."""
     from importlib.metadata import distributions
 
-    return list(distributions(name=CORE))
+    return [each for each in distributions(name=CORE) if each.metadata["Name"]]
 
 
-def _distribution(name: str) -> Distribution | None:
-    from importlib.metadata import PackageNotFoundError, distribution
+def find_distribution(name: str) -> Distribution | None:
+    """An installed distribution; None where it is not installed."""
+    from importlib.metadata import PackageNotFoundError, distribution  # by errors and listings
 
     try:
         return distribution(name)
@@ -332,7 +341,7 @@ def _distribution(name: str) -> Distribution | None:
 
 
 def _requires(name: str) -> list[str]:
-    import importlib.metadata  # by errors and listings
+    import importlib.metadata
 
     try:
         return importlib.metadata.requires(name) or []
@@ -372,17 +381,21 @@ class _Tool:
     def find(cls) -> _Tool:
         import shutil
 
-        core = _distribution(CORE)
+        core = _core()
         used_uv = core is not None and (core.read_text("INSTALLER") or "").strip() == "uv"
         if importlib.util.find_spec("pip") is not None and not (used_uv and shutil.which("uv")):
             found = shutil.which("pip")
             is_here = found is not None and Path(found).parent == Path(sys.executable).parent
-            return cls("pip" if is_here else f"{shlex.quote(sys.executable)} -m pip")
-        active = (os.environ.get("VIRTUAL_ENV"), str(Path(".venv").absolute()))
-        return cls("uv pip", "" if sys.prefix in active else f" --python {shlex.quote(sys.executable)}", is_uv=True)
+            # Outside a virtual environment the folder may have several Pythons, and the pip of another one.
+            is_ours = is_here and sys.prefix != sys.base_prefix
+            return cls("pip" if is_ours else f"{shlex.quote(sys.executable)} -m pip")
+        # uv takes .venv of the current folder if no environment is active; one of conda may be active for it or not.
+        found_by_uv = str(Path(".venv").absolute()) if "CONDA_PREFIX" not in os.environ else None
+        is_found = sys.prefix == (os.environ.get("VIRTUAL_ENV") or found_by_uv)
+        return cls("uv pip", "" if is_found else f" --python {shlex.quote(sys.executable)}", is_uv=True)
 
     def install(self, arguments: Iterable[str]) -> str:
         return f"{self.command} install {' '.join(arguments)}{self.suffix}"
 
     def uninstall(self, names: Iterable[str]) -> str:
-        return f"{self.command} uninstall {' '.join(names)}{self.suffix}"
+        return f"{self.command} uninstall {shlex.join(names)}{self.suffix}"

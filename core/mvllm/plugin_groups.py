@@ -147,15 +147,12 @@ def _plugins(
         entry_points: Lists those of a group.
         folders: The search path, with the modification time of each folder: installing a package changes one.
     """
-    found = {
-        PluginSource(
-            name=ep.name,
-            entry_point=ep.value,
-            distribution=ep.dist.name if ep.dist else "unknown distribution",
-            version=ep.dist.version if ep.dist else "unknown version",
-        )
-        for ep in entry_points(group=group)
-    }
+    found = set()
+    for ep in entry_points(group=group):
+        # An interrupted installation leaves a folder without metadata, whose own name is that of the distribution.
+        folder = getattr(ep.dist, "_normalized_name", "unknown distribution").replace("_", "-")
+        name, version = (ep.dist.name, ep.dist.version) if ep.dist else (None, None)
+        found.add(PluginSource(ep.name, ep.value, name or folder, version or "unknown version"))
     return tuple(sorted(found, key=lambda s: (s.name, s.distribution, s.version)))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import logging
+import os
 import sys
 import threading
 import time
@@ -55,7 +56,8 @@ def show_status(text: str) -> Iterator[None]:
     Nothing is shown in the first second, while a progress bar is drawn, where stderr is no terminal, and where the log
     has lines about progress (INFO).
     """
-    if sys.stderr is None or not sys.stderr.isatty() or logger.isEnabledFor(logging.INFO):
+    is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    if not is_terminal or logger.isEnabledFor(logging.INFO):
         yield
         return
     start, ended = time.monotonic(), threading.Event()

@@ -40,6 +40,8 @@ def main() -> None:
     # float32 in the engine, too, so that both compute the same log-probabilities.
     settings = {"dtype": "float32", "max_model_len": args.max_tokens + 32, "kv_cache_memory_bytes": 64 << 20}
     with LLM(args.model, **settings) as llm:
+        stories_a_step = len(PROMPTS) * args.group
+        print(f"{llm}: {stories_a_step} stories of at most {args.max_tokens} tokens a step", flush=True)
         for step in range(1, args.steps + 1):
             # 1. Rollouts: story i of a prompt is drawn with `seed + i`, so the seeds of prompts lie `group` apart.
             params = [

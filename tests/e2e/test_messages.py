@@ -24,6 +24,10 @@ THERE_ARE = (
     "There are 'ngram', which proposes what followed the same tokens earlier in the text, and 'draft_model', a smaller "
     'model with the same tokenizer: {"model": NAME, "num_speculative_tokens": 4}.'
 )
+BAD_TEMPLATE = (
+    "{models}/bad-template/chat_template.jinja, line 2: Encountered unknown tag 'endfr'. Jinja was looking for the "
+    "following tags: 'endfor' or 'else'. The innermost block that needs to be closed is 'for'."
+)
 PAGE = "The page docs/reference/models.md lists all that are."
 
 MISTAKES = [
@@ -93,6 +97,8 @@ MISTAKES = [
     # --- commands and options
     Mistake("genrate demo", "unknown command 'genrate'. Did you mean generate?", 2),
     Mistake("fly", "unknown command 'fly'.", 2),
+    Mistake("generate demo Once upon", "unrecognized arguments: Once upon. A text is given with --prompt", 2),
+    Mistake("serve demo --port", "argument --port: a value is missing", 2),
     Mistake("generate demo --json", "unrecognized arguments: --json", 2),
     Mistake("generate demo --max-tokns 5", "unrecognized arguments: --max-tokns 5. Did you mean --max-tokens?", 2),
     Mistake("generate demo --temprature=1", "unrecognized arguments: --temprature=1. Did you mean --temperature?", 2),
@@ -157,8 +163,14 @@ MISTAKES = [
     Mistake("serve demo --host 192.0.2.1", "Cannot listen on 192.0.2.1, port 8000: Cannot assign requested address."),
     Mistake(
         "serve demo --chat-template {models}/none",
-        "The chat template '{models}/none' cannot be read: No such file or directory: {models}/none.",
+        "--chat-template: the file '{models}/none' cannot be read: No such file or directory.",
     ),
+    Mistake(
+        "serve demo --chat-template {%\N{NO-BREAK SPACE}fro\N{NO-BREAK SPACE}%}",
+        "--chat-template, line 1: Encountered unknown tag 'fro'.",
+    ),
+    Mistake("serve {models}/bad-template --port 0", f"The chat template {BAD_TEMPLATE}"),
+    Mistake("serve {models}/bad-template --port 0 --api-server-count 2", f"The chat template {BAD_TEMPLATE}"),
     Mistake(
         "serve demo --lora-modules a={models}/none",
         "--lora-modules needs --enable-lora. Add it, or leave --lora-modules out.",
@@ -205,6 +217,15 @@ def test_a_mistake_on_the_command_line_says_cause_and_remedy_before_a_worker_sta
         (
             lambda: SamplingParams(temprature=1),  # type: ignore[call-arg]
             "SamplingParams has no parameter 'temprature'. Did you mean 'temperature'?",
+        ),
+        (
+            lambda: SamplingParams(0.5),  # type: ignore[misc]
+            "SamplingParams takes parameters by name only, SamplingParams(name=value).",
+        ),
+        (
+            lambda: LLM("demo", load_format="safetensor"),
+            "load_format must be one of 'auto', 'safetensors', 'gguf', 'dummy', found 'safetensor'. Did you mean "
+            "'safetensors'?",
         ),
         (lambda: SamplingParams(top_p=2), "top_p must be a number > 0 and <= 1; got 2"),
     ],
@@ -260,9 +281,32 @@ def test_a_failed_prompt_raises_at_the_end_with_the_outputs_of_the_others(llm: L
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error"]
 
 
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda llm: llm.beam_search("x", None), "params must be BeamSearchParams; found None."),
+        (lambda llm: llm.score("x", None), "data_2 must be a text, a dict, or a list of these; found None."),
+        (lambda llm: llm.collective_rpc("fly"), "collective_rpc: workers have no method 'fly'. The setting"),
+    ],
+)
+def test_arguments_of_another_type_are_named(llm: LLM, call: Callable[[LLM], Any], says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        call(llm)
+    assert str(caught.value).startswith(says)
+
+
 def test_a_prompt_that_is_longer_than_the_model_permits_is_to_be_shortened(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"Shorten the prompt\.$"):
         llm.generate([5] * 2000, use_tqdm=False)
+
+
+def test_a_misspelt_environment_variable_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MVLLM_PLATFROM", "cpu")
+    with pytest.raises(ValueError):
+        LLM("demo", tensor_parallel_size=5)
+    assert "MVLLM_PLATFROM is not known and has no effect. Did you mean MVLLM_PLATFORM?" in caplog.text
 
 
 def test_a_closed_llm_says_so() -> None:

@@ -312,7 +312,7 @@ def test_an_invalid_lora_request_is_rejected_without_side_effects(llm: LLM, llam
     expect_rejection(llm, LoRARequest(["x"], 9, good), "lora_name")  # type: ignore[arg-type]
     llama.generate(llm, PROMPTS[:1], ["one"])
     expect_rejection(llm, LoRARequest("another", 1, good), "id 1 belongs to 'one'")
-    with pytest.raises(RequestError, match="2 entries for 1 prompts"):
+    with pytest.raises(RequestError, match="a list of 2 for 1 prompts"):
         llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=[None, None])
 
 

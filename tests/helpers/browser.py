@@ -35,6 +35,7 @@ class Browser:
 
         self._process = subprocess.Popen(
             [PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+             "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream",  # a microphone that beeps
              "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}", "--window-size=1000,700"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -47,11 +48,8 @@ class Browser:
         self._ids = itertools.count(1)
         self._held = b""
         self.events: list[dict[str, Any]] = []
-        self._session: str | None = None
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            self.call(f"{domain}.enable")
+        self.session: str | None = None
+        self.open_tab()
 
     def __enter__(self) -> Browser:
         return self
@@ -67,8 +65,8 @@ class Browser:
         """Calls a method of the protocol; events received in the meantime are appended to `events`."""
         number = next(self._ids)
         message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
-        if self._session is not None:
-            message["sessionId"] = self._session
+        if self.session is not None:
+            message["sessionId"] = self.session
         os.write(self._write, json.dumps(message).encode() + b"\0")
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
@@ -79,6 +77,14 @@ class Browser:
                 return result
             self.events.append(answer)
         raise AssertionError(f"no answer to {method}")
+
+    def open_tab(self) -> None:
+        """Opens an empty tab, in which all further calls take place; `session` selects one of several."""
+        self.session = None
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.call(f"{domain}.enable")
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)

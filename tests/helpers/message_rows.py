@@ -121,6 +121,8 @@ _FAULTS: Mapping[str, Callable[[Path], None]] = {
     "shard": _miss_a_shard,
     "truncated": lambda to: _replace(to, "model.safetensors", (to / "model.safetensors").read_bytes()[:1_000_000]),
     "pointer": lambda to: _replace(to, "model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha2"),
+    "bad-template": lambda to: _replace(to, "chat_template.jinja", b"{% for m in messages %}\n{% endfr %}"),
+    "bad-function": lambda to: _replace(to, "chat_template.jinja", b"\n{{ frob(messages) }}"),
     "no-tokenizer": lambda to: _remove(to, "tokenizer.json", "tokenizer_config.json"),
     "no-template": _remove_template,
     "bad-json": lambda to: _replace(to, "config.json", b'{"architectures": '),

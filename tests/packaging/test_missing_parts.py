@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-WHEELHOUSE = "pip install --require-hashes -r WHEELHOUSE/PLATFORM.txt (docs/how-to/install.md"
+WHEELHOUSE = "pip install --require-hashes --no-deps -r WHEELHOUSE/PLATFORM.txt (docs/how-to/install.md"
 """The wheel that the environment was made of came from no wheelhouse."""
 
 

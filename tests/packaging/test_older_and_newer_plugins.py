@@ -187,10 +187,12 @@ def test_a_core_of_the_next_major_refuses_it_with_both_versions_and_the_command(
     assert "mvllm 0.9.0 speaks 2.0. Run: " in text and text.endswith("pip install -U mvllm-frozen")
 
 
-def test_it_is_chosen_before_the_host(core_only, beside_torch, frozen, tmp_path):
+@pytest.mark.parametrize("plugin", ["frozen", "frost"], ids=["contract_1_0", "contract_1_1"])
+def test_it_is_chosen_before_the_host(core_only, beside_torch, request, tmp_path, plugin):
     host = wheels.install(tmp_path / "host", wheels.plugin_wheel(tmp_path, "cpu", spec="is_host=True,"))
-    kind, text = json.loads(core_only.evaluate(CHOOSE.replace('"frozen"', ""), path=[frozen, host, beside_torch]))
-    assert (kind, text.split(",")[0]) == ("chosen", "frozen"), text
+    path = [request.getfixturevalue(plugin), host, beside_torch]
+    kind, text = json.loads(core_only.evaluate(CHOOSE.replace('"frozen"', ""), path=path))
+    assert (kind, text.split(",")[0]) == ("chosen", plugin), text
 
 
 @pytest.mark.parametrize("contract", [f"({CONTRACT[0]}, {CONTRACT[1] + 1})", f"({CONTRACT[0] + 1}, 0)"])

@@ -180,7 +180,10 @@ def test_with_no_platform_llm_says_which_package_to_install(plugins, model):
     outcome = plugins.start_llm(model)
     assert "PlatformError" in outcome["error"]
     assert "No platform" in outcome["text"]
-    assert "mvllm-cpu" in outcome["text"] and "pip install --require-hashes -r WHEELHOUSE/cpu.txt" in outcome["text"]
+    assert (
+        "mvllm-cpu" in outcome["text"]
+        and "pip install --require-hashes --no-deps -r WHEELHOUSE/cpu.txt" in outcome["text"]
+    )
 
 
 def test_with_two_available_llm_says_which_flag_chooses(plugins, model):
@@ -204,7 +207,7 @@ def test_the_command_line_says_the_same_without_a_traceback(plugins, model):
     main = "import sys; from mvllm.entrypoints.cli.main import main; sys.exit(main(sys.argv[1:]))"
     done = plugins.environment.run("-c", main, *arguments, path=[plugins.folder])
     assert done.returncode == 1
-    assert "pip install --require-hashes -r WHEELHOUSE/cpu.txt" in done.stderr
+    assert "pip install --require-hashes --no-deps -r WHEELHOUSE/cpu.txt" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -242,6 +245,7 @@ def test_requesting_a_platform_that_is_not_installed_lists_the_installed_ones(pl
     )
     text = plugins.choose("cdua")["text"]
     assert text.startswith("No platform is called 'cdua'; installed: acme. Did you mean 'cuda'? Run: ")
+    assert "Did you mean" not in plugins.choose("gpu")["text"], "any of several"
     assert "-r WHEELHOUSE/cuda.txt" in text and "mvllm-cdua" not in text
     text = plugins.choose("cuda")["text"]
     assert "The platform 'cuda' is not installed (installed: acme). Its package is mvllm-cuda. Run: " in text

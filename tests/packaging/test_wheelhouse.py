@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import threading
 import zipfile
 from functools import partial
@@ -51,7 +52,7 @@ def make_wheel(folder, name, version="0.9.0", requires=(), origin="project"):
 @pytest.fixture
 def small(wheelhouse, tmp_path, monkeypatch):
     """A small wheelhouse; its only requirement of others is torch."""
-    folder = tmp_path / "house"
+    folder = tmp_path / "wheel house"
     for name, requires in OURS.items():
         make_wheel(folder, name, requires=requires)
     torch = hashlib.sha256(make_wheel(folder / "torch", "torch", "2.13.0+cpu").read_bytes()).hexdigest()
@@ -105,6 +106,49 @@ class TestConsistency:
         with pytest.raises(wheelhouse.StepFailed, match=re.escape(says)):
             wheelhouse.check(small)
 
+    @pytest.mark.parametrize("line", ["no hash", f"{'0' * 64}  ../secret", f"{'0' * 64}  /etc/passwd"])
+    def test_its_list_names_files_in_the_folder_only(self, wheelhouse, small, line):
+        (small / wheelhouse.MANIFEST).write_text(f"{line}\n")
+        with pytest.raises(wheelhouse.StepFailed, match=re.escape(repr(line))):
+            wheelhouse.check(small)
+
+    def test_a_folder_that_is_none_is_an_error_that_says_so(self, wheelhouse, tmp_path, capsys):
+        assert wheelhouse.main(["check", str(tmp_path)]) == 1
+        assert "is no wheelhouse" in capsys.readouterr().err
+
+    def test_the_tag_is_that_of_the_version(self, wheelhouse, small, capsys):
+        assert wheelhouse.main(["check", str(small), "--tag", "v0.9.0"]) == 0
+        for tag in ("v0.9.1", "0.9.0", "release"):
+            assert wheelhouse.main(["check", str(small), "--tag", tag]) == 1
+            assert f"is v0.9.0, not {tag}" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("name", ["mvllm", "mvllm-cpu", "mvllm_cpu", "Mvllm.cpu", "MVLLM"])
+    def test_every_spelling_of_an_own_name_is_one(self, wheelhouse, name):
+        assert wheelhouse.is_own(name)
+        assert not wheelhouse.is_own("mvllmx") and not wheelhouse.is_own("vllm")
+
+    def test_wheels_are_looked_for_without_torch_which_may_lie_in_the_folder(self, wheelhouse, small, monkeypatch):
+        monkeypatch.setattr(wheelhouse, "RELEASE", wheelhouse.Environment(REPOSITORY, REPOSITORY / ".venv"))
+        monkeypatch.setattr(wheelhouse, "PYTHONS", ("3.13",))
+        monkeypatch.setattr(wheelhouse, "SYSTEMS", wheelhouse.SYSTEMS[:1])
+        monkeypatch.setenv("UV_OFFLINE", "1")
+        assert wheelhouse.check_wheels(small) == 0
+        edit(small, r"mvllm-bench==0.9.0", "mvllm-bench==0.9.1")
+        assert wheelhouse.check_wheels(small) == 1
+
+    def test_the_time_of_files_is_that_of_the_last_commit_whoever_owns_them(self, wheelhouse, tmp_path, monkeypatch):
+        monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # as in a container that mounts the files
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert wheelhouse.last_change() != "315532800"
+
+    def test_an_address_of_torch_that_is_none_is_one_that_cannot_be_read(
+        self, wheelhouse, monkeypatch, tmp_path, capsys
+    ):
+        monkeypatch.setattr(wheelhouse.Environment, "capture", lambda *_: ("", 1))
+        monkeypatch.setattr(wheelhouse, "WORK", tmp_path)
+        assert wheelhouse.find_torch("no-such-folder", "2.13.0").find_links is None
+        assert "cannot be read" in capsys.readouterr().out
+
     def test_two_versions_stop_the_build(self, wheelhouse):
         wheelhouse.agree({"mvllm": "0.9.0", "mvllm-cpu": "0.9.0"})
         with pytest.raises(wheelhouse.StepFailed, match=re.escape("mvllm is 0.9.0, but mvllm-cpu 0.9.1")):
@@ -133,6 +177,45 @@ def edit(folder, pattern, text):
     found, count = re.subn(pattern, text, file.read_text())
     assert count == 1, "the test has changed the file"
     file.write_text(found)
+
+
+class TestRelease:
+    def test_it_has_what_the_list_names_and_removes_nothing_of_others(self, wheelhouse, small, tmp_path, monkeypatch):
+        out = tmp_path / "out"
+        out.mkdir()
+        (out / "mine.txt").touch()
+        make_wheel(small, "mvllm-stray")  # not in the list
+        monkeypatch.setenv("MVLLM_SOURCE_URL", "https://example.org/a/mvllm")
+        wheelhouse.pack(small, out)
+        assert {path.name for path in out.iterdir()} == {
+            "mine.txt",
+            "notes.md",
+            "distributions",
+            "mvllm-0.9.0-wheelhouse.tar.gz",
+        }
+        wheels = {path.name for path in (out / "distributions").iterdir()}
+        assert wheels == {path.name for path in small.glob("mvllm*.whl")} - {"mvllm_stray-0.9.0-py3-none-any.whl"}
+        assert "](https://example.org/a/mvllm/blob/v0.9.0/docs/changes)" in (out / "notes.md").read_text()
+        with tarfile.open(out / "mvllm-0.9.0-wheelhouse.tar.gz") as archive:
+            members = {each.name.partition("/")[2]: each for each in archive}
+        assert set(members) == {wheelhouse.MANIFEST, *(name for _, name in wheelhouse.manifest(small))}
+        assert {(each.uid, each.uname) for each in members.values()} == {(0, "")}
+
+    def test_without_notes_of_the_version_there_is_none(self, wheelhouse, small, tmp_path, monkeypatch):
+        (tmp_path / "CHANGELOG.md").write_text("## 10.9.0\n\nx\n\n## 0.9.0 (2026-01-01)\n\n## 0.9.01\n\ny\n")
+        monkeypatch.setattr(wheelhouse, "ROOT", tmp_path)
+        with pytest.raises(wheelhouse.StepFailed, match=re.escape("has no notes of 0.9.0")):
+            wheelhouse.pack(small, tmp_path / "out")
+
+    @pytest.mark.parametrize(
+        ("version", "says"), [("0.9.0", "has a section of 0.9.0"), ("0.9.1", "would be empty"), ("v1.0.0", "is no ver")]
+    )
+    def test_notes_are_written_once_and_not_without_content(self, monkeypatch, version, says):
+        site = load_script(REPOSITORY / "ci" / "docs_site.py", monkeypatch)
+        monkeypatch.setattr(site, "fragments", list)
+        monkeypatch.setattr(site, "setup", lambda: pytest.fail("the notes are written"))
+        with pytest.raises(site.StepFailed, match=says):
+            site.changelog(version)
 
 
 class TestPage:
@@ -267,7 +350,14 @@ class TestWorkflow:
         assert set(jobs["stranger"]["strategy"]["matrix"]["python"]) == set(wheelhouse.PYTHONS)
         assert set(jobs["stranger"]["strategy"]["matrix"]["installer"]) == {"pip", "uv"}
         assert "stranger" in jobs["release"]["needs"] and jobs["publish"]["needs"] == "release"
-        assert jobs["release"]["if"] == "github.ref_type == 'tag'"
+        assert jobs["release"]["if"] == "github.event_name == 'push'", "a run by hand may be one of a tag"
+
+    def test_actions_are_pinned_by_commit_and_leave_no_credentials_in_the_checkout(self):
+        steps = [step for job in WORKFLOW["jobs"].values() for step in job["steps"] if "uses" in step]
+        for step in steps:
+            assert re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", step["uses"])
+            if step["uses"].startswith("actions/checkout@"):
+                assert step["with"]["persist-credentials"] is False
 
     def test_an_index_is_used_only_where_a_variable_of_the_repository_names_one(self):
         publish = WORKFLOW["jobs"]["publish"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,13 @@ from mvllm import installation
 from mvllm.entrypoints.cli import doctor_checks
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import PlatformError
-from mvllm.installation import conflicting_distribution, describe_installation, install_command, is_own
+from mvllm.installation import (
+    conflicting_distribution,
+    describe_installation,
+    install_command,
+    is_own,
+    uninstall_command,
+)
 from mvllm.platform.choose import choose_platform
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -124,9 +131,13 @@ class TestOwnPackages:
         machine.core_of_clone()
         assert install_command("mvllm-compat") == f"uv pip install {machine.clone}/plugins/compat"
         assert install_command("mvllm>=0.9") == f"uv pip install {machine.clone}"
-        assert describe_installation() == (
-            f"mvllm 0.9.0, from the folder {machine.clone}; packages are added with `uv pip install`"
-        )
+        assert describe_installation() == (f"mvllm 0.9.0, from the folder {machine.clone}; the installer is `uv pip`")
+
+    @pytest.mark.parametrize("name", ["a b", "it's", 'a "b"', "a;b", "50%20#x?"])
+    def test_folders_of_any_name_are_one_word_of_a_command(self, machine: Machine, name: str) -> None:
+        machine.clone = machine.clone.rename(machine.folder / name)
+        machine.core_of_clone()
+        assert shlex.split(install_command("mvllm-compat"))[-1] == f"{machine.clone}/plugins/compat"
 
     def test_an_editable_clone_stays_one(self, machine: Machine) -> None:
         machine.core_of_clone(editable=True)
@@ -134,10 +145,10 @@ class TestOwnPackages:
             f"uv pip install -e {machine.clone}/plugins/compat -e {machine.clone}"
         )
 
-    def test_pip_gets_the_folders_that_uv_finds_by_itself(self, machine: Machine) -> None:
+    def test_what_a_package_requires_from_the_clone_comes_first(self, machine: Machine) -> None:
         machine.core_of_clone()
         lane = f"{machine.clone}/platforms/lane"
-        assert install_command("mvllm-lane") == f"uv pip install {lane}"
+        assert install_command("mvllm-lane") == f"uv pip install {machine.clone}/plugins/base {lane}"
         machine.pip()
         machine.program("pip")
         assert install_command("mvllm-lane") == f"pip install {machine.clone}/plugins/base {lane}"
@@ -149,23 +160,28 @@ class TestOwnPackages:
     ) -> None:
         machine.core_of_clone()
         monkeypatch.setattr(installation, "_has_torch", lambda: False)
-        assert install_command("mvllm-lane") == f"uv pip install --torch-backend=auto {machine.clone}/platforms/lane"
+        folders = f"{machine.clone}/plugins/base {machine.clone}/platforms/lane"
+        assert install_command("mvllm-lane") == f"uv pip install --torch-backend=auto {folders}"
         assert "--torch-backend" not in install_command("mvllm-compat")
+        machine.pip()
+        index = "with the --index-url that PyTorch's installation page gives for your device"
+        assert install_command("mvllm-lane").endswith(f"-m pip install {folders} (torch first, {index})")
 
     def test_from_a_wheelhouse_it_is_the_requirements_file_there(self, machine: Machine) -> None:
         wheels = machine.core_of_wheelhouse()
         machine.distribution("mvllm-cpu")
-        assert install_command("mvllm-compat") == f"uv pip install --require-hashes -r '{wheels}/cpu.txt'"
-        assert install_command("mvllm-lane") == f"uv pip install --require-hashes -r '{wheels}/lane.txt'"
+        assert install_command("mvllm-compat") == f"uv pip install --require-hashes --no-deps -r '{wheels}/cpu.txt'"
+        assert install_command("mvllm-lane") == f"uv pip install --require-hashes --no-deps -r '{wheels}/lane.txt'"
         (wheels / "many.txt").touch()
-        assert install_command("mvllm-many") == f"uv pip install --require-hashes -r '{wheels}/many.txt'"
+        assert install_command("mvllm-many") == f"uv pip install --require-hashes --no-deps -r '{wheels}/many.txt'"
         assert install_command("mvllm-cpu", reinstall=True) == (
-            f"uv pip uninstall mvllm-cpu && uv pip install --require-hashes -r '{wheels}/cpu.txt'"
+            f"uv pip uninstall mvllm-cpu && uv pip install --require-hashes --no-deps -r '{wheels}/cpu.txt'"
         )
-        newer = install_command("mvllm", upgrade=True)
-        assert newer == f"uv pip install --require-hashes -r WHEELHOUSE/cpu.txt ({GENERAL} of a newer release)"
+        assert install_command("mvllm", upgrade=True) == (
+            f"uv pip install --require-hashes --no-deps -r WHEELHOUSE/cpu.txt ({GENERAL} of a newer release)"
+        )
 
-    @pytest.mark.parametrize("source", ["index", "folder that is gone", "wheel without requirements", "web"])
+    @pytest.mark.parametrize("source", ["index", "folder that is gone", "wheel without requirements", "web", "commit"])
     def test_from_elsewhere_it_is_the_general_form(self, machine: Machine, source: str) -> None:
         (machine.folder / "x").mkdir()
         came_from: dict[str, Any] = {"url": (machine.folder / "gone").as_uri(), "dir_info": {}}
@@ -173,6 +189,9 @@ class TestOwnPackages:
             came_from = {"url": (machine.folder / "x").as_uri() + "/mvllm-0.9.0-py3-none-any.whl", "archive_info": {}}
         if source == "web":
             came_from = {"url": "https://example.com/mvllm-0.9.0-py3-none-any.whl", "archive_info": {}}
+        if source == "commit":
+            (machine.folder / "cpu.txt").touch()  # beside the repository, and none of a wheelhouse
+            came_from = {"url": machine.clone.as_uri(), "vcs_info": {"vcs": "git", "commit_id": "0"}}
         machine.core(None if source == "index" else came_from)
         # The code under test is in the clone of the tests, which counts where the metadata names no folder.
         assert is_own("mvllm-gguf")
@@ -180,12 +199,13 @@ class TestOwnPackages:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(installation, "__file__", str(installation_file))
             assert install_command("mvllm-compat") == (
-                f"uv pip install --require-hashes -r WHEELHOUSE/PLATFORM.txt ({GENERAL})"
+                f"uv pip install --require-hashes --no-deps -r WHEELHOUSE/PLATFORM.txt ({GENERAL})"
             )
-            assert "not recorded or no longer exists" in describe_installation()
+            came = "a wheelhouse or an index" if source == "index" else "a source that is not on this machine"
+            assert describe_installation() == f"mvllm 0.9.0, from {came}; the installer is `uv pip`"
 
     def test_a_folder_on_the_search_path_is_a_clone_without_metadata(self, machine: Machine) -> None:
-        assert install_command("mvllm-compat") == f"uv pip install {REPOSITORY}/plugins/compat"
+        assert install_command("mvllm-compat") == f"uv pip install {REPOSITORY} {REPOSITORY}/plugins/compat"
         assert describe_installation().startswith(f"run from a folder, without an installation, from the folder {REPO}")
         assert conflicting_distribution() is None
 
@@ -242,6 +262,8 @@ class TestOtherPackages:
     def test_torch_comes_in_the_build_that_is_asked_for(self, machine: Machine) -> None:
         machine.core_of_clone()
         assert install_command("torch>=2.6", torch_backend="cpu") == "uv pip install --torch-backend=cpu 'torch>=2.6'"
+        assert install_command("torch>=2.6") == "uv pip install --torch-backend=auto 'torch>=2.6'"
+        assert install_command("torch-xla>=2.9") == "uv pip install 'torch-xla>=2.9'"
         machine.pip()
         machine.program("pip")
         assert install_command("torch", torch_backend="cpu") == (
@@ -261,6 +283,14 @@ class TestInstaller:
         monkeypatch.setenv("PATH", os.pathsep.join([str(machine.bin), str(elsewhere)]))
         assert install_command("numpy") == "pip install numpy"
 
+    def test_outside_virtual_environments_the_pip_beside_python_may_be_another_ones(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        machine.pip()
+        machine.program("pip")
+        monkeypatch.setattr(sys, "base_prefix", sys.prefix)
+        assert install_command("numpy") == f"{machine.bin}/python -m pip install numpy"
+
     def test_uv_stays_the_installer_of_what_it_has_installed(self, machine: Machine) -> None:
         machine.core_of_clone(installer="uv")
         machine.pip()
@@ -277,6 +307,47 @@ class TestInstaller:
         monkeypatch.chdir(machine.folder)
         monkeypatch.setattr(sys, "prefix", str(machine.folder / ".venv"))
         assert install_command("numpy") == "uv pip install numpy", "uv finds .venv in the current folder"
+        for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(variable, str(machine.folder / "another"))
+                assert install_command("numpy").endswith(f" --python {machine.bin}/python"), "uv finds the other one"
+
+
+class TestDamagedMetadata:
+    """Whatever lies in the environment, an error's text can be made."""
+
+    @pytest.mark.parametrize(
+        "text", ["", "no JSON", "[]", "7", '{"url": 7}', '{"url": "file:///\\u0000", "dir_info": null}', "{}"]
+    )
+    def test_a_record_of_the_source_may_contain_anything(self, machine: Machine, text: str) -> None:
+        machine.core({})
+        [record] = machine.site.glob("mvllm-*/direct_url.json")
+        record.write_text(text)
+        assert install_command("mvllm-compat")
+        record.write_bytes(b"\xff\xfe")
+        assert install_command("mvllm-compat")
+
+    def test_what_an_interrupted_uninstall_has_left_is_no_other_project(self, shared: Machine) -> None:
+        (shared.site / "mvllm-0.8.0.dist-info").mkdir()
+        assert conflicting_distribution() is None
+        assert describe_installation().startswith("mvllm 0.9.0, from the folder ")
+
+    def test_names_are_quoted(self) -> None:
+        assert uninstall_command("mvllm-acme", "x; y").endswith("pip uninstall mvllm-acme 'x; y'")
+
+    def test_a_plugin_without_metadata_is_named_after_its_folder(
+        self, shared: Machine, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        info = shared.site / "mvllm_acme-1.0.dist-info"
+        info.mkdir()
+        (info / "entry_points.txt").write_text("[mvllm.platforms]\nacme = acme.plugin\n[mvllm.cli]\nacme = acme.cli\n")
+        assert main(["platforms", "--platform", "acme"]) == 0
+        shown = capsys.readouterr().out
+        assert "plugin    mvllm-acme unknown version (entry point acme = acme.plugin)" in shown
+        assert "pip install -U mvllm-acme, or " in shown
+        with pytest.raises(SystemExit):
+            main(["--help"])
+        assert "a command of mvllm-acme" in capsys.readouterr().out
 
 
 class TestNameConflict:

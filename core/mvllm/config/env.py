@@ -23,25 +23,17 @@ KNOWN_VARIABLES: dict[str, str] = {
 """Description by name. Environment variables are for facts about a deployment; behaviour has settings."""
 
 
-def unknown_variables(platforms: Iterable[str]) -> dict[str, str | None]:
-    """Variables that begin with `MVLLM_` and are not known.
+def unknown_variables(platforms: Iterable[str]) -> list[str]:
+    """A sentence for each variable that begins with `MVLLM_` and is not known, with the nearest known one.
 
     Args:
         platforms: Names of installed platforms; variables beginning with `MVLLM_<NAME>_` belong to them.
-
-    Returns:
-        The nearest known name of each, or None.
     """
     owned = tuple(f"MVLLM_{name.upper().replace('-', '_')}_" for name in platforms)
-    unknown = sorted(
-        name
-        for name in os.environ
-        if name.startswith("MVLLM_") and name not in KNOWN_VARIABLES and not (owned and name.startswith(owned))
-    )
-    return {name: next(iter(difflib.get_close_matches(name, KNOWN_VARIABLES, n=1)), None) for name in unknown}
-
-
-def describe_unknown(name: str, nearest: str | None) -> str:
-    """One sentence about an unknown variable."""
-    meant = f" Did you mean {nearest}?" if nearest else f" mvllm reads {', '.join(KNOWN_VARIABLES)}."
-    return f"The environment variable {name} is not known and has no effect.{meant}"
+    sentences = []
+    for name in sorted(each for each in os.environ if each.startswith("MVLLM_") and each not in KNOWN_VARIABLES):
+        if not owned or not name.startswith(owned):
+            nearest = difflib.get_close_matches(name, KNOWN_VARIABLES, n=1)
+            hint = f"Did you mean {nearest[0]}?" if nearest else f"mvllm reads {', '.join(KNOWN_VARIABLES)}."
+            sentences.append(f"The environment variable {name} is not known and has no effect. {hint}")
+    return sentences

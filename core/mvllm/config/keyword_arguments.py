@@ -45,7 +45,7 @@ def settings_by_name(options: Iterable[Option], given: Mapping[str, Any]) -> dic
     for keyword, value in translate(given, engine_keywords()).items():
         if keyword not in names:
             nearest = nearest_setting(keyword, names)
-            hint = f"Did you mean {nearest!r}?" if nearest else "`mvllm serve --help` lists the settings."
+            hint = f"Did you mean {nearest!r}?" if nearest else "`help(mvllm.LLM)` lists the settings."
             missing = plugin_groups.missing_part_of(plugin_groups.FOREIGN_KEYWORDS)
             raise ConfigError(f"There is no engine setting {keyword!r}. {hint}{missing}")
         name = names[keyword] or keyword

@@ -42,6 +42,11 @@ class ModelKind:
     token_vector_size: int = 0
     lacks_head: bool = False
 
+    @property
+    def is_embedder(self) -> bool:
+        """Whether it is for embeddings of prompts. Models that generate give some, too."""
+        return not self.generates and not self.num_labels and not self.token_vector_size
+
     @classmethod
     def of(cls, architecture: str, hf_config: HFConfig, folder: Path | None = None) -> ModelKind:
         """The kind of an architecture.

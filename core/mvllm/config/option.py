@@ -7,6 +7,7 @@ the reference pages and the checks use the same declaration.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import operator
 import sys
 import types
@@ -76,6 +77,8 @@ class Option:
         value = self._of_kind(value, name)
         if self.choices and value not in self.choices:
             hint = self.hints.get(str(value).lower())
+            if hint is None and (similar := difflib.get_close_matches(str(value), self.choices, n=1, cutoff=0.8)):
+                hint = f"Did you mean {similar[0]!r}?"
             raise ConfigError(f"{name} must be {self.permitted()}, found {value!r}.{f' {hint}' if hint else ''}")
         if isinstance(value, int | float) and not isinstance(value, bool) and not self._in_range(value):
             raise ConfigError(f"{name} must be {self.permitted()}, found {value!r}.")

@@ -16,6 +16,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mvllm.config.hf_config import read_json_object
@@ -24,6 +25,7 @@ from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.entrypoints.chat_items import is_place, places_to_text, text_of_part
 from mvllm.entrypoints.template_adjustments import MAX_ATTEMPTS, adjust_to_error, adjust_to_template
 from mvllm.errors import ModelError, RequestError
+from mvllm.messages.field_checks import describe_value
 
 _RESERVED = (
     "tokenize",
@@ -44,6 +46,12 @@ _RESERVED = (
 )
 _MAX_TEMPLATE_BYTES = 4 << 20
 
+SHORT_CONVERSATION = (
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hello! What can I do for you?"},
+    {"role": "user", "content": "Name a color."},
+)
+"""Tests a template when a server or a conversation starts."""
 NO_CHAT_TEMPLATE = "The model has no chat template, so a conversation cannot be turned into a prompt."
 
 RENDERED_SETTINGS = ("tools", "documents", "chat_template_kwargs")
@@ -95,7 +103,7 @@ def render_chat(
         )
     if not isinstance(chat_template_kwargs, Mapping | None):
         raise RequestError(
-            f"chat_template_kwargs must be a dict; found a {type(chat_template_kwargs).__name__}.",
+            f"chat_template_kwargs must be a dict; found {describe_value(chat_template_kwargs)}.",
             parameter="chat_template_kwargs",
         )
     extra = dict(chat_template_kwargs or {})
@@ -112,10 +120,15 @@ def render_chat(
             f"{NO_CHAT_TEMPLATE} Give one with chat_template, or continue a prompt instead of a conversation.",
             parameter="chat_template",
         )
+    if chat_template is not None and "{" not in chat_template:
+        raise RequestError(
+            f"chat_template must be a Jinja template itself, not its file; found {describe_value(chat_template)}.",
+            parameter="chat_template",
+        )
     given: object = messages
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise RequestError(
-            f"A conversation is a list of messages; found a {type(messages).__name__}.", parameter="messages"
+            f"A conversation is a list of messages; found {describe_value(messages)}.", parameter="messages"
         )
     if not messages:
         raise RequestError("The conversation has no messages; pass at least one.", parameter="messages")
@@ -152,7 +165,10 @@ def _render(
         except Exception as e:
             adjusted = adjust_to_error(e, conversation, tools)
             if adjusted == (conversation, tools):
-                raise RequestError(f"The chat template failed: {type(e).__name__}: {e}", parameter="messages") from e
+                from mvllm.engine.tokenizer.jinja_template import template_error  # transformers' code needs none
+
+                source = getattr(renderer, "source", "") if settings["chat_template"] is None else ""
+                raise template_error(e, shown, source) from e
             conversation, tools = adjusted
     raise AssertionError("each attempt makes an adjustment that is not made twice")
 
@@ -181,7 +197,49 @@ def resolve_chat_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> 
     try:
         return str(renderer.get_chat_template(given, settings.get("tools"))), dict(renderer.special_tokens_map)
     except Exception as e:
-        raise RequestError(f"The chat template failed: {type(e).__name__}: {e}", parameter="messages") from e
+        from mvllm.engine.tokenizer.jinja_template import template_error
+
+        raise template_error(e, "") from e
+
+
+def check_chat_template(folder: Path, given: str | None = None, *, render: bool) -> None:
+    """Checks the chat template in a tokenizer's folder, if it has one, or the one of `--chat-template`.
+
+    Args:
+        given: That of `--chat-template`.
+        render: Also renders a short conversation with it, in this process without limits.
+
+    Raises:
+        ModelError: It has a syntax error, or calls a function that does not exist. Other errors may be those of a
+            template that requires other messages.
+    """
+    template = given or read_chat_template(folder)
+    if template is None:
+        return
+    from mvllm.engine.tokenizer.jinja_template import check_syntax
+
+    source = "of --chat-template" if given else str(template_file(folder))
+    check_syntax(template, f"The chat template {source}")
+    tokenizer: Any = SimpleNamespace(template_renderer=FolderTemplate(template, read_special_tokens(folder)))
+    try:
+        if render:
+            render_chat(tokenizer, SHORT_CONVERSATION)
+    except RequestError as e:
+        if e.parameter == "chat_template":
+            raise unusable_template(e, source) from e
+
+
+def unusable_template(error: RequestError, source: str) -> ModelError:
+    """The error for a template that fails with SHORT_CONVERSATION."""
+    name = "The chat template"
+    text = str(error).replace(name, f"With three short messages, the chat template {source}", 1).rstrip(".")
+    return ModelError(f"{text}. Correct it, or give another with --chat-template.")
+
+
+def template_file(folder: Path) -> Path:
+    """The file that has the template of `read_chat_template`."""
+    own = folder / "chat_template.jinja"
+    return own if own.is_file() else folder / "tokenizer_config.json"
 
 
 def read_chat_template(folder: Path, *, for_tools: bool = False) -> str | None:
@@ -235,7 +293,7 @@ def is_conversation(value: object) -> bool:
 def _check_message(i: int, message: Mapping[str, Any], may_have_places: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(
-            f"Message {i} must be a dict with 'role' and 'content'; found a {type(message).__name__}.",
+            f"Message {i} must be a dict with 'role' and 'content'; found {describe_value(message)}.",
             parameter="messages",
         )
     role = message.get("role")
@@ -248,7 +306,7 @@ def _check_message(i: int, message: Mapping[str, Any], may_have_places: bool) ->
         checked["content"] = _check_parts(i, content) if has_places else "\n".join(_texts(i, content))
     elif content is not None and not isinstance(content, str):
         raise RequestError(
-            f"The content of message {i} must be a text or a list of text parts; found a {type(content).__name__}.",
+            f"The content of message {i} must be a text or a list of text parts; found {describe_value(content)}.",
             parameter="messages",
         )
     elif content is None and not set(message) - {"role", "content"}:
@@ -268,7 +326,7 @@ def _check_calls(i: int, calls: object) -> list[dict[str, Any]]:
     """The tool calls of a message, with arguments as objects."""
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise RequestError(
-            f"The tool_calls of message {i} must be a list; found a {type(calls).__name__}.", parameter="messages"
+            f"The tool_calls of message {i} must be a list; found {describe_value(calls)}.", parameter="messages"
         )
     checked = []
     for call in calls:
@@ -300,12 +358,10 @@ def _check_objects(name: str, value: object) -> None:
     if value is None:
         return
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise RequestError(f"{name} must be a list of objects; found a {type(value).__name__}.", parameter=name)
+        raise RequestError(f"{name} must be a list of objects; found {describe_value(value)}.", parameter=name)
     for item in value:
         if not isinstance(item, Mapping):
-            raise RequestError(
-                f"{name} must be a list of objects; found a {type(item).__name__} in it.", parameter=name
-            )
+            raise RequestError(f"{name} must be a list of objects; found {describe_value(item)} in it.", parameter=name)
 
 
 def _with_type(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from mvllm.entrypoints.thinking_defaults import with_thinking_tags
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
 from mvllm.messages.beam_search_params import BeamSearchParams
+from mvllm.messages.field_checks import describe_value
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask
@@ -361,6 +362,8 @@ class LLM(AddedMethods):
             EngineDeadError: The engine has failed or was closed.
         """
         engine = self.llm_engine
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be BeamSearchParams; found {describe_value(params)}.", parameter="params")
         settings = params.as_sampling_params()
         settings.detokenize = engine.has_tokenizer
         each = as_prompt_list(prompts)

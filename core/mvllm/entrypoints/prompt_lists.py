@@ -29,7 +29,7 @@ def one_per_prompt(value: Any, count: int, name: str) -> Any:
     if isinstance(value, list | tuple):
         if len(value) != count:
             raise RequestError(
-                f"{name} has {len(value)} entries for {count} prompts; give one, or one per prompt.", parameter=name
+                f"{name} is a list of {len(value)} for {count} prompts; give one, or one per prompt.", parameter=name
             )
         return value
     return [value] * count

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypedDict, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, TypedDict
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.frontend.scoring import ScoringInput
@@ -43,9 +43,11 @@ def score_inputs(data: object, name: str, engine: EngineWithTokenizer) -> list[S
         name: The caller's name of it, for errors.
 
     Raises:
-        RequestError: A content is not acceptable.
+        RequestError: An input or a content is not acceptable.
     """
-    values: Sequence[object] = [data] if isinstance(data, str | dict) else list(cast(Sequence[object], data))
+    if not isinstance(data, Iterable):
+        raise RequestError(f"{name} must be a text, a dict, or a list of these; found {data!r:.60}.", parameter=name)
+    values = [data] if isinstance(data, str | dict) else list(data)
 
     def find_placeholders() -> Mapping[str, str]:
         return placeholder_texts(engine.config, engine.tokenizer, engine.item_client.placeholders())

@@ -12,6 +12,7 @@ from mvllm.installable import describe_parts as describe_parts
 from mvllm.installable import installable_executors as installable_executors
 from mvllm.installable import installable_platforms as installable_platforms
 from mvllm.installation import install_command as install_command
+from mvllm.installation import is_own as is_own
 from mvllm.installation import uninstall_command as uninstall_command
 from mvllm.platform.discovery import discover as discover
 from mvllm.platform.discovery import dotted as dotted
@@ -39,6 +40,7 @@ __all__ = [
     "installable_platforms",
     "installed_plugins",
     "is_allowed",
+    "is_own",
     "uninstall_command",
 ]
 

@@ -14,6 +14,8 @@ class NamedParameters(type(msgspec.Struct)):  # type: ignore[misc]
         try:
             return super().__call__(*args, **kwargs)
         except TypeError:
+            if args:
+                raise TypeError(f"{cls.__name__} takes parameters by name only, {cls.__name__}(name=value).") from None
             unknown = next((name for name in kwargs if name not in cls.__struct_fields__), None)
             if unknown is None:
                 raise

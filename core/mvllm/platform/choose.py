@@ -11,7 +11,7 @@ Otherwise an error lists all:
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mvllm.errors import PlatformError
@@ -141,25 +141,29 @@ def _named(name: str, candidates: Sequence[Candidate], available_only: bool) -> 
 
 
 def _single(candidates: Sequence[Candidate]) -> Candidate:
-    listing = "\n".join(describe(c) for c in candidates)
+    """The one that needs no name; an error with all of them if there is none, or one is broken."""
     if not candidates:
-        raise _nothing_installed()
-    available = [c for c in candidates if _is_eligible(c)]
-    devices = [c for c in available if c.spec is not None and not c.spec.is_host]
-    failures = [c.failure for c in candidates if c.failure and not _is_by_name_only(c) and not _has_crashed(c)]
-    if failures:
-        way_on = _way_on(len(failures), devices or available)
-        raise PlatformError(f"An installed platform plugin is broken:\n{listing}\n{way_on}") from failures[0].error
+        raise PlatformError(nothing_installed())
+    listing = "\n".join(map(describe, candidates))
+    available = [each for each in candidates if _is_eligible(each)]
+    best = [each for each in available if not _is_host(each)] or available
+    if broken := [each for each in candidates if _is_broken(each)]:
+        text = f"An installed platform plugin is broken:\n{listing}\n{_way_on(len(broken), best)}"
+        raise PlatformError(text) from broken[0].failure.error  # type: ignore[union-attr]
     if not available:
-        named = [c.name for c in candidates if c.available]
-        way_on = f"\nOnly if you name it: {' or '.join(f'--platform {name}' for name in named)}." if named else ""
+        named = _options(each.name for each in candidates if each.available)
+        way_on = f"\nOnly if you name it: {named}." if named else ""
         raise PlatformError(f"None of the installed platforms can be used on this machine:\n{listing}{way_on}")
-    if len(devices) != 1 and len(available) > 1:
-        names = " or ".join(f"--platform {c.name}" for c in available)
+    if len(best) > 1:
+        options = _options(each.name for each in available)
         raise PlatformError(
-            f"Several platforms are available; choose one with {names} (or {ENVIRONMENT_VARIABLE}):\n{listing}"
+            f"Several platforms are available; choose one with {options} (or {ENVIRONMENT_VARIABLE}):\n{listing}"
         )
-    return (devices or available)[0]
+    return best[0]
+
+
+def _options(names: Iterable[str]) -> str:
+    return " or ".join(f"--platform {name}" for name in names)
 
 
 def _way_on(num_broken: int, available: Sequence[Candidate]) -> str:
@@ -169,12 +173,13 @@ def _way_on(num_broken: int, available: Sequence[Candidate]) -> str:
     return f"To go on without {others}: --platform {name} or {ENVIRONMENT_VARIABLE}={name}."
 
 
-def _nothing_installed() -> PlatformError:
+def nothing_installed() -> str:
+    """An error's text where there is no platform: which packages have one, and how one of them is installed."""
     known = installable_platforms()
     example = f"See {INSTALL_PAGE}."
     if known:
         example = f"Install one of {', '.join(known)}, for instance: {install_command(known[0])}"
-    return PlatformError(f"No platform plugin is installed, so there is nothing to run on. {example}")
+    return f"No platform plugin is installed, so there is nothing to run on. {example}"
 
 
 def _is_eligible(candidate: Candidate) -> bool:
@@ -184,12 +189,20 @@ def _is_eligible(candidate: Candidate) -> bool:
 
 def _before_hosts(chosen: str, hosts: Sequence[str]) -> str:
     are = f"{hosts[0]} is" if len(hosts) == 1 else f"{', '.join(hosts[:-1])} and {hosts[-1]} are"
-    options = " or ".join(f"--platform {name}" for name in (chosen, *hosts))
-    return f"it has a device, {are} the host; to choose: {options}"
+    return f"it has a device, {are} the host; to choose: {_options((chosen, *hosts))} (or {ENVIRONMENT_VARIABLE})"
 
 
 def _has_crashed(candidate: Candidate) -> bool:
     return candidate.failure is not None and candidate.failure.stage == "crash"
+
+
+def _is_broken(candidate: Candidate) -> bool:
+    """Whether an error of a plugin, which is not skipped, keeps a platform from being chosen."""
+    return candidate.failure is not None and not _is_by_name_only(candidate) and not _has_crashed(candidate)
+
+
+def _is_host(candidate: Candidate) -> bool:
+    return candidate.spec is not None and candidate.spec.is_host
 
 
 def _is_by_name_only(candidate: Candidate) -> bool:

@@ -65,9 +65,7 @@ class WorkerWrapper:
         if method == "call_extension":
             return self._call_extension(*args)
         if method not in WORKER_METHODS:
-            raise ConfigError(
-                f"collective_rpc: method must be one of {', '.join(sorted(WORKER_METHODS))}, not {method!r}."
-            )
+            raise ConfigError(self._no_method(method))
         if method == "call_model" and not hasattr(self._worker, method) and args[0] in _METHODS_OF_MODELS:
             method, args = args  # a worker class may have the method itself, without a model of core
         if method in OPTIONAL_METHODS and not hasattr(self._worker, method):
@@ -76,15 +74,13 @@ class WorkerWrapper:
 
     def _call_extension(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._extension is None or method.startswith("_") or method not in extension_methods(self._extension):
-            raise ConfigError(
-                f"collective_rpc: method must be one of {', '.join(sorted(WORKER_METHODS))}"
-                + (
-                    f" or of {self._extension}, not {method!r}."
-                    if self._extension
-                    else f", not {method!r}. The setting worker_extension_cls adds methods."
-                )
-            )
+            raise ConfigError(self._no_method(method))
         return self._run(method, args, kwargs)
+
+    def _no_method(self, method: str) -> str:
+        where = f", nor has {self._extension}" if self._extension else ""
+        more = "" if self._extension else " The setting worker_extension_cls adds methods."
+        return f"collective_rpc: workers have no method {method!r}{where}.{more}"
 
     def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:

@@ -6,6 +6,8 @@ import asyncio
 import importlib.util
 import os
 import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +83,19 @@ def test_a_file_that_cannot_be_read_is_an_error_of_the_command(
 
 
 # --- deployments
+
+
+def test_beside_another_projects_mvllm_the_command_says_so(tmp_path: Path) -> None:
+    (tmp_path / "mvllm").mkdir()
+    (tmp_path / "mvllm" / "__init__.py").write_text("__version__ = '0.1.0'\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "from mvllm_ray.serve.cli import main; main()", "serve", "models.yaml"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "the package mvllm of this environment is another project's" in done.stderr
 
 
 def options_of(**settings: Any) -> Any:

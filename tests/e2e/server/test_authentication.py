@@ -161,6 +161,23 @@ class TestEveryRoute:
         )
         assert self.ask(open_app, "GET", "/", {"Accept": "text/html,*/*"}).text == page.text
 
+    @pytest.mark.parametrize(
+        ("accept", "is_page"),
+        [
+            ("Text/HTML", True),
+            ("*/*;q=0.5, text/html ; q=0.01", True),
+            ("text/html;q=0", False),
+            ("text/html; q=0.000, */*", False),
+            ("text/htmlx", False),
+            ("application/json;a=text/html", False),
+            ("", False),
+        ],
+    )
+    def test_the_root_is_a_page_for_those_who_accept_html(self, app: object, accept: str, is_page: bool) -> None:
+        answer = self.ask(app, "GET", "/", {"Accept": accept})
+        assert answer.headers["content-type"].partition(";")[0] == ("text/html" if is_page else "text/plain")
+        assert answer.headers["vary"] == "Accept"
+
     def test_without_the_page_the_root_needs_a_key(self) -> None:
         settings = ServerSettings(api_keys=(USER,), docs=False)
         app = build_app(ServerState(60), OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)

@@ -64,6 +64,11 @@ MISTAKES = [
         "The prompt has 2000 tokens, but prompt and output together may have 1024 (max_model_len), and at least one "
         "token is to be generated. Shorten the prompt.",
     ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": 5}]},
+        "The content of message 0 must be a text or a list of text parts; found 5.",
+    ),
     (TOKENIZE, {}, "Give either prompt or messages."),
 ]
 
@@ -83,6 +88,11 @@ def test_a_mistake_in_a_request_is_answered_in_the_words_of_json(
     assert error["message"].startswith(says), error["message"]
     assert says.endswith(("-5", "many", "of 0")) or error["message"] == says
     assert error["param"] in (*fields, "prompt")
+
+
+def test_a_body_that_is_no_object_is_named_in_the_words_of_json(client: httpx2.Client) -> None:
+    answer = client.post(COMPLETE, json=[])
+    assert answer.json()["error"]["message"] == "The body must be an object, found an array."
 
 
 @pytest.mark.parametrize(

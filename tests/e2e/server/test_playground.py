@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import wave
 from array import array
 from collections.abc import Iterator
@@ -14,10 +15,12 @@ import pytest
 
 from mvllm.entrypoints.openai.common.openapi import TAGS
 from tests.helpers.browser import PROGRAM, Browser
+from tests.helpers.multimodal_zoo import make_checkpoint
 from tests.helpers.server import SMALL, ServerProcess
 
 KEY = "page-key-0815"
 READY = "document.querySelector('#phase')?.textContent === 'ready' && cards[0]?.capabilities !== undefined"
+RELOADED = "document.readyState === 'complete' && typeof answering !== 'undefined' && " + READY
 IDLE = "answering.size === 0"
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(PROGRAM is None, reason="not run: no Chromium")]
@@ -126,7 +129,7 @@ def test_conversations_stay_over_a_reload_and_can_be_renamed_and_deleted(
     shown = messages(browser)
     assert titles(browser) == ["What is 3 plus 4?", "What does a cow say?"]
     browser.call("Page.reload")
-    browser.wait_for("document.readyState === 'complete' && typeof answering !== 'undefined' && " + READY)
+    browser.wait_for(RELOADED)
     assert messages(browser) == shown
     click(browser, "Rename")  # the older one
     browser.evaluate("document.querySelector('#list input').value = 'Cows'")
@@ -156,6 +159,86 @@ def test_an_answer_goes_on_while_another_conversation_is_shown(server: ServerPro
     browser.wait_for(IDLE)
     browser.evaluate("document.querySelector('#list li button').click()")
     assert len(messages(browser)[1][1]) > 100
+
+
+def test_an_answer_is_broken_off_by_a_reload_and_can_be_generated_again(
+    server: ServerProcess, browser: Browser
+) -> None:
+    browser.open(server.url + "/")
+    browser.wait_for(READY)
+    browser.evaluate("$('text').value = 'Tell me a story about a fox named Nia.', $('form').requestSubmit()")
+    browser.wait_for("conversation.messages[1]?.content.length > 5")
+    browser.call("Page.reload")
+    browser.wait_for(RELOADED)
+    assert len(messages(browser)[1][1]) > 5
+    assert "broken off" in browser.evaluate("document.querySelector('.assistant').innerText")
+    assert browser.evaluate("document.querySelector('.error')") is None
+    browser.evaluate("$('max_tokens').value = 3")
+    click(browser, "Retry")
+    browser.wait_for(IDLE)
+    assert "3 tokens" in browser.evaluate("document.querySelector('.assistant footer').innerText")
+    assert "cut off at the limit" in browser.evaluate("document.querySelector('.assistant footer').innerText")
+
+
+def test_two_tabs_share_a_conversation(server: ServerProcess, browser: Browser) -> None:
+    browser.open(server.url + "/")
+    browser.wait_for(READY)
+    ask(browser, "What does a cow say?")
+    first = browser.session
+    browser.open_tab()
+    browser.open(server.url + "/")
+    browser.wait_for(READY)
+    browser.evaluate("document.querySelector('#list li button').click()")
+    ask(browser, "What is 3 plus 4?")
+    browser.session = first
+    browser.wait_for("document.querySelectorAll('.message').length === 4")
+    ask(browser, "What does a dog say?")
+    assert [text for kind, text in messages(browser) if kind == "user"][1] == "What is 3 plus 4?"
+    assert browser.evaluate("storedConversations().map(each => each.messages.length)") == [6]
+
+
+@pytest.mark.parametrize("getter", ["throw new DOMException('denied', 'SecurityError')", "return null"])
+def test_the_page_works_where_the_browser_permits_no_storage(
+    server: ServerProcess, browser: Browser, getter: str
+) -> None:
+    define = f"Object.defineProperty(window, name, {{get() {{ {getter} }}}})"
+    script = f"for (const name of ['localStorage', 'sessionStorage']) {define}"
+    browser.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+    browser.open(server.url + "/")
+    browser.wait_for(READY)
+    ask(browser, "What does a cow say?")
+    assert "moo" in messages(browser)[1][1] and titles(browser) == ["What does a cow say?"]
+    assert browser.evaluate("$('stored').textContent").startswith("Not stored")
+    check_connections(browser, server.url)
+
+
+def test_texts_of_models_users_and_errors_are_never_markup(server: ServerProcess, browser: Browser) -> None:
+    browser.open(server.url + "/")
+    browser.wait_for(READY)
+    hostile = json.dumps('<img src="x" onerror="window.ran = 1"><svg onload="window.ran = 1">')
+    browser.evaluate(f"window.hostile = {hostile}, cards[0].id = hostile, $('model').options[0].value = hostile")
+    pieces = "yield {reasoning: hostile}; yield {content: hostile}; throw new ServerError(hostile)"
+    browser.evaluate(f"streamChat = async function* () {{ {pieces} }}")
+    ask(browser, json.loads(hostile))
+    browser.evaluate("cards[0].capabilities = ['completion'], $('new').click()")
+    assert "continues text" in browser.evaluate("$('empty').textContent")
+    for capabilities, expected in ((["embedding"], "/v1/embeddings"), ([], "/classify")):
+        browser.evaluate(f"cards[0].capabilities = {capabilities}, showConversation()")
+        assert expected in browser.evaluate("$('empty').textContent") and browser.evaluate("$('text').disabled")
+    browser.evaluate("document.querySelector('#list li button').click()")
+    assert browser.evaluate("document.querySelector('.error').textContent === hostile")
+    assert browser.evaluate("document.querySelectorAll('img').length") == 0
+    assert browser.evaluate("window.ran") is None and browser.problems() == []
+
+
+def test_a_text_can_be_pasted_that_programs_offer_as_a_picture_too(server: ServerProcess, browser: Browser) -> None:
+    browser.open(server.url + "/")
+    browser.wait_for(READY)
+    browser.evaluate("window.data = new DataTransfer(), data.items.add(new File(['x'], 'x.png', {type: 'image/png'}))")
+    paste = "$('text').dispatchEvent(new ClipboardEvent('paste', {clipboardData: data, cancelable: true}))"
+    assert browser.evaluate(paste) is False  # the page takes the picture
+    browser.evaluate("data.setData('text/plain', 'a cell')")
+    assert browser.evaluate(paste) is True
 
 
 def test_on_a_phone_the_header_is_one_line_and_the_form_two_rows_at_most(
@@ -197,7 +280,7 @@ def test_a_server_with_keys_and_a_model_that_takes_pictures(tmp_path: Path, brow
         browser.wait_for(IDLE)
         assert "red circle" in messages(browser)[1][1]
         browser.call("Page.reload")  # the key and the picture stay
-        browser.wait_for("document.readyState === 'complete' && typeof answering !== 'undefined' && " + READY)
+        browser.wait_for(RELOADED)
         assert browser.evaluate("document.querySelectorAll('.user img').length") == 1
         url = "conversation.messages[0].content[0].image_url.url.split(',')[1]"
         data = f"Uint8Array.from(atob({url}), c => c.charCodeAt(0))"
@@ -228,6 +311,24 @@ def test_a_recording_becomes_a_wav_file_for_models_that_take_audio(server: Serve
         assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, 16000)
         samples = array("h", file.readframes(file.getnframes()))
     assert len(samples) == pytest.approx(8000, abs=50) and samples[4000] == pytest.approx(0x4000, rel=0.05)
+
+
+def test_a_message_is_spoken_into_the_microphone(tmp_path: Path, browser: Browser) -> None:
+    model = make_checkpoint("qwen2_audio", tmp_path / "model")
+    with ServerProcess(tmp_path, str(model), "--port", "0", "--max-num-seqs", "2") as server:
+        browser.open(server.wait_ready().url + "/")
+        browser.wait_for(READY)
+        browser.evaluate(
+            "$('max_tokens').value = 5, $('record').click(), $('record').click()"
+        )  # the second has no effect
+        browser.wait_for("$('record').textContent === 'End recording' && recorder.state === 'recording'")
+        browser.evaluate("new Promise(done => setTimeout(done, 500)).then(() => $('record').click())")
+        browser.wait_for("attachments.length === 1")
+        assert re.fullmatch(r"voice, (?!0\.0)\d+\.\d s", spoken := browser.evaluate("$('attachments').textContent"))
+        ask(browser, "What do you hear?")
+        assert "5 tokens" in browser.evaluate("document.querySelector('.assistant footer').innerText")
+        assert browser.evaluate("document.querySelector('.user .chip').textContent") == spoken
+        check_connections(browser, server.url)
 
 
 MARKDOWN = """# Title

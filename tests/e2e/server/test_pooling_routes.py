@@ -57,6 +57,12 @@ def vectors() -> np.ndarray:
         return np.array([output.outputs.embedding for output in llm.embed([QUERY, *DOCUMENTS], use_tqdm=False)])
 
 
+@pytest.mark.parametrize(("name", "capabilities"), [("judge", []), ("encoder", ["embedding"])])
+def test_models_for_embeddings_say_so(name: str, capabilities: list[str], request: pytest.FixtureRequest) -> None:
+    [card] = request.getfixturevalue(name).get("/v1/models").json()["data"]
+    assert card["capabilities"] == capabilities
+
+
 def ask(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
     answer = client.post(path, json={"model": "it", **body})
     assert answer.status_code == 200, answer.text

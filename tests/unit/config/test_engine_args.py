@@ -237,6 +237,14 @@ def test_key_value_heads_are_a_multiple_or_a_divisor_of_the_ranks(tmp_path):
         ({}, 3, "intermediate_size of 128, the width of its MLPs. Choose 1 or 2."),
         ({"num_experts": 4, "moe_intermediate_size": 66}, 6, None),
         ({"num_experts": 4, "moe_intermediate_size": 64}, 6, "moe_intermediate_size of 64"),
+        ({"num_local_experts": 4}, 3, "intermediate_size of 128, the width of its experts. Choose 1 or 2."),
+        ({"linear_num_key_heads": 4}, 3, "the model's 4 key heads of its gated delta layers. Choose 1 or 2."),
+        ({"linear_num_key_heads": 4, "layer_types": ["full_attention"] * 2, "intermediate_size": 96}, 3, None),
+        (
+            {"mamba_n_heads": 6, "mamba_n_groups": 2, "intermediate_size": 96},
+            3,
+            "neither divides the model's 2 groups of Mamba heads nor is",
+        ),
         ({"num_experts": 4}, 6, None),  # with another key for the size of experts, for instance
         ({"block_ff_dim": 7}, 6, None),
     ],

@@ -118,7 +118,7 @@ def test_an_unknown_keyword_names_the_missing_package(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError) as caught:
         EngineArgs(model="demo", swap_space=4)
     assert str(caught.value) == (
-        "There is no engine setting 'swap_space'. `mvllm serve --help` lists the settings. A keyword of another engine "
+        "There is no engine setting 'swap_space'. `help(mvllm.LLM)` lists the settings. A keyword of another engine "
         f"needs the package mvllm-compat, which is not installed. Run: {install_command('mvllm-compat')}"
     )
 

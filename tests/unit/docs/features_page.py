@@ -4,7 +4,7 @@ python -m tests.unit.docs.features_page      writes them into the page
 
 What is refused, the configuration's own checks say: each pair of features is a configuration that they get, with the
 capabilities of the CPU platform; for platforms, with the capabilities of the platform's report. What is tested is read
-from the tests: a pair where one test function names the settings of both, or gets one from a parameter.
+from the tests: a pair where one case of a test function names the settings of both, in the function or in the case.
 """
 
 from __future__ import annotations
@@ -62,17 +62,30 @@ FEATURES = (
     Feature("async scheduling", {"async_scheduling": True}, ("async_scheduling",)),
     Feature("speculative decoding", {"speculative_config": NGRAM}, ("speculative_config", "spec_config")),
     Feature("LoRA", {"enable_lora": True}, ("enable_lora", "LoRARequest", "lora_request")),
-    Feature("quantized weights", {"quantization": "int8"}, ("quantization",)),
+    Feature("quantized weights", {"quantization": "int8"}, ("quantization", "make_quantized")),
     Feature("quantized KV cache", {"kv_cache_dtype": "int8"}, ("kv_cache_dtype",)),
     Feature(
         "KV tiers", {"kv_offloading_size": 0.01}, ("kv_offloading_size", "kv_disk_cache", "kv_transfer_config"),
         "kv_transfer",
     ),
-    Feature("batch invariance", {"batch_invariant": True}, ("batch_invariant",), "batch_invariant"),
-    Feature("sleep", {}, ("sleep",)),
+    Feature("batch invariance", {"batch_invariant": True}, ("batch_invariant", "invariant_engine"), "batch_invariant"),
+    Feature("sleep", {}, (r"(?<!time\.)(?<!asyncio\.)sleep",)),
     Feature("weight updates", {}, ("update_weights",)),
 )  # fmt: skip
 """In the order of the tables."""
+
+PATTERNS = {each.name: re.compile("|".join(rf"\b{word}\b" for word in each.words)) for each in FEATURES}
+
+_INVARIANT = "tests/engine/test_batch_invariance.py::test_more_requests_dtypes_and_paths"
+MORE_TESTS = {
+    ("batch invariance", "chunked prefill"): _INVARIANT,
+    ("batch invariance", "prefix caching"): _INVARIANT,
+    ("batch invariance", "quantized KV cache"): _INVARIANT,
+    ("batch invariance", "quantized weights"): _INVARIANT,
+    ("async scheduling", "pipeline parallel"): "tests/engine/test_multiproc_parity.py::"
+    "test_async_scheduling_gives_the_tokens_of_transformers",
+}
+"""Tests whose settings are not in their text but in constants and helpers, by the pairs that they use."""
 
 PLATFORM_TESTS = {
     "cpu": ("tests/engine", "tests/conformance", "tests/e2e", "platforms/cpu/tests"),
@@ -84,47 +97,49 @@ PLATFORM_TESTS = {
     "tpu": ("platforms/tpu/tests",),
     "xpu": (),
 }
-"""Tests that run a platform's device; none where the device was not there."""
+"""Tests that run a platform's device; none where the device is not there when tests run."""
+
+DEVICE_RECORDS = {"cuda": {"chunked prefill", "async scheduling", "speculative decoding"}}
+"""What has run on a device by hand, as docs/how-to/gpu-runs.md records."""
 
 ENGINE_TESTS = ("tests/engine", "tests/conformance", "tests/e2e", "plugins/kv-transfer/tests", "plugins/graph/tests")
 
 
-@cache
-def test_texts(folders: tuple[str, ...]) -> dict[str, list[str]]:
-    """The source of every test function below some folders or in some files, by the path of its file."""
-    found: dict[str, list[str]] = {}
-    for folder in folders:
-        path = ROOT / folder
-        for file in [path] if path.is_file() else sorted(path.rglob("test_*.py")):
-            source = file.read_text("utf-8")
-            lines = source.splitlines()
-            functions = [
-                node
-                for node in ast.walk(ast.parse(source))
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
-            ]
-            texts = []
-            for node in functions:
-                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-                texts.append("\n".join(lines[first - 1 : node.end_lineno]))
-            found[str(file.relative_to(ROOT))] = texts
+def named_features(text: str) -> frozenset[str]:
+    """The features that a text names."""
+    return frozenset(name for name, pattern in PATTERNS.items() if pattern.search(text))
+
+
+def features_of_cases(source: str) -> set[frozenset[str]]:
+    """The features that the cases of the test functions in a file use: those that the function names, and those of one
+    set of its parameters."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            choices = [{named_features("\n".join(map(ast.unparse, [node.args, *node.body])))}]
+            for decorator in node.decorator_list:
+                values = decorator.args[1] if isinstance(decorator, ast.Call) and len(decorator.args) > 1 else decorator
+                cases = values.elts if isinstance(values, ast.List | ast.Tuple) else [values]
+                choices.append({named_features(ast.unparse(case)) for case in cases})
+            found |= {frozenset().union(*case) for case in itertools.product(*choices)}
     return found
 
 
 @cache
-def used_features(folders: tuple[str, ...]) -> dict[str, list[set[str]]]:
-    """The names of the features that each test function uses, by the path of its file."""
-    patterns = {each.name: re.compile("|".join(rf"\b{word}\b" for word in each.words)) for each in FEATURES}
-    return {
-        file: [{name for name, pattern in patterns.items() if pattern.search(text)} for text in texts]
-        for file, texts in test_texts(folders).items()
-    }
+def used_features(folders: tuple[str, ...]) -> dict[str, set[frozenset[str]]]:
+    """The names of the features that each test case uses, by the path of its file."""
+    paths = [ROOT / folder for folder in folders]
+    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
+    return {str(file.relative_to(ROOT)): features_of_cases(file.read_text("utf-8")) for file in files}
 
 
 def tests_with(features: tuple[Feature, ...], folders: tuple[str, ...] = ENGINE_TESTS) -> list[str]:
-    """The files with a test function that uses all of the features."""
+    """The files with a test case that uses all of the features."""
     names = {feature.name for feature in features}
-    return [file for file, used in used_features(folders).items() if any(names <= each for each in used)]
+    more = [
+        test.partition("::")[0] for pair, test in MORE_TESTS.items() if folders == ENGINE_TESTS and names == {*pair}
+    ]
+    return more or [file for file, used in used_features(folders).items() if any(names <= each for each in used)]
 
 
 @cache
@@ -210,7 +225,8 @@ def _platform_cell(feature: Feature, name: str, record: Mapping[str, Any], notes
         return "off"
     if feature.capability is not None and is_shown(record, feature.capability):
         return "yes"
-    return "yes" if tests_with((feature,), PLATFORM_TESTS[name]) else "untested"
+    has_run = feature.name in DEVICE_RECORDS.get(name, ()) or tests_with((feature,), PLATFORM_TESTS[name])
+    return "yes" if has_run else "untested"
 
 
 def _note(notes: list[str], refusal: str) -> str:

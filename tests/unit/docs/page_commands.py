@@ -129,7 +129,7 @@ ROWS = (
     Row(r"mvllm serve (--model )?demo", SERVER),
     Row(r"curl \S*/v1/chat/completions .*capital of France.*", RUN, prints=JSON_OF_FRANCE),
     Row(r"curl \S*/v1/chat/completions .*", RUN, prints=r'"content": ?"'),
-    Row(r"curl \S*/metrics \| grep \S+", RUN, prints=r"(?m)^mvllm:generation_tokens_total"),
+    Row(r"curl (-s )?\S*/metrics \| grep \S+", RUN, prints=r"(?m)^mvllm:generation_tokens_total"),
     Row(r"curl \S*/(health/\w+|health|v1/models|version)", RUN),
     Row(r"mvllm bench serve .*--num-prompts \d\d? ?.*", RUN, prints=r"(?i)tokens"),
     Row(r"mvllm bench serve.*", NOT_RUN, "as many requests as it sends by default take minutes"),

@@ -8,6 +8,7 @@ import mvllm
 from mvllm.platform.capabilities import Capabilities
 from tests.unit.docs import cli_page, features_page, metrics_page, python_api_page
 from tests.unit.docs.every_part import documented_commands, needs_every_part
+from tests.unit.docs.models_page import read_record
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,29 @@ def test_refused_and_untested_combinations_are_not_shown_as_tested() -> None:
     assert features_page.outcome((every["KV tiers"],), capabilities, "x")[0] is None
     _, changes = features_page.outcome((every["chunked prefill"],), capabilities, "x")
     assert "scheduler.enable_chunked_prefill" in changes
+    for test in features_page.MORE_TESTS.values():
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (features_page.ROOT / file).read_text("utf-8")
     rows, notes = features_page.combinations()
     assert [feature.name for feature in features_page.FEATURES] == [row[0] for row in rows]
     assert {cell for row in rows for cell in row[1:]} >= {"yes", "untested"} and len(notes) >= 3
+
+
+def test_the_number_of_families_is_that_of_the_record() -> None:
+    tested = [
+        family
+        for (family, implementation, what, _), tests in read_record().items()
+        if (implementation, what) == ("native", "tokens") and any("/conformance/" in test for test in tests)
+    ]
+    assert f"of {len(tested)} families" in features_page.PAGE.read_text("utf-8")
+
+
+def test_settings_of_different_cases_are_no_combination() -> None:
+    decorated = "@parametrize('settings', [{'enable_lora': True}, {'quantization': 'int8', 'async_scheduling': True}])"
+    found = features_page.features_of_cases(
+        f"{decorated}\ndef test_it(settings):\n    time.sleep(tensor_parallel_size)"
+    )
+    assert found == {
+        frozenset({"tensor parallel", "LoRA"}),
+        frozenset({"tensor parallel", "quantized weights", "async scheduling"}),
+    }

@@ -16,7 +16,6 @@ from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.entrypoints.chat_template import read_chat_template, read_special_tokens, render_chat
 from mvllm.entrypoints.openai.common.chat_template_renderer import (
     LONG_BYTES,
-    ChatTemplateLimitError,
     ChatTemplateRenderer,
 )
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
@@ -62,7 +61,7 @@ def test_request_templates_render_as_the_tokenizer_does(tokenizer: Tokenizer, mo
         ("{{ 7 ** (10 ** 9) }}", "took longer than 2 s"),
         ("{{ ('a' * 100000000000) | length }}", "more memory than the 512 MB"),
         ("{{ 'a' * 20000000 }}", "wrote 20000000 characters"),
-        ("{{ raise_exception('no') }}", "TemplateError: no"),
+        ("{{ raise_exception('no') }}", "refuses the conversation: no"),
     ],
 )
 def test_request_templates_that_exceed_limits_are_rejected(tokenizer: Tokenizer, template: str, says: str) -> None:
@@ -84,24 +83,36 @@ class TestTheModelsOwnTemplate:
             assert await work.render(MESSAGES, {}) == expected
             first = renderer.pid
             assert await work.render(MESSAGES, {}) == expected and renderer.pid == first
-            with pytest.raises(ChatTemplateLimitError, match="more memory"):
+            with pytest.raises(RequestError, match="more memory"):
                 await work.render(MESSAGES, {"chat_template": "{{ 'a' * 100000000000 }}"})
             assert await work.render(MESSAGES, {}) == expected and renderer.pid != first
             kept = renderer.pid
             for template, says in (
-                ("{{ raise_exception('no') }}", "TemplateError: no"),
+                ("{{ raise_exception('no') }}", "refuses the conversation: no"),
                 ("{{ 'a' * 20000000 }}", "wrote 20000000 characters"),
                 ("{{ '\\ud800' }}", "not valid Unicode"),
-                ("{{ raise_exception('\\ud800') }}", r"TemplateError: \?"),
+                ("{{ raise_exception('\\ud800') }}", r"refuses the conversation: \?"),
             ):
                 with pytest.raises(RequestError, match=says):
                     await work.render(MESSAGES, {"chat_template": template})
             large = {"tools": [{"type": "function", "maximum": 10**30}], "chat_template": "{{ tools[0].maximum }}"}
             assert await work.render(MESSAGES, large) == str(10**30)
             assert renderer.pid == kept, "nobody else waits for another process"
-            with pytest.raises(ModelError, match=r"chat template \(folder\) cannot be used.*longer than 1 s"):
-                await renderer.check(self.LOOPS, {}, "folder")
-            await renderer.check("{{ raise_exception('Tools only.') }}", {}, "folder")
+            for template, says in (
+                (self.LOOPS, "took longer than 1 s"),
+                ("\n{{ frob(1) }}", "failed in line 2: UndefinedError: 'frob' is undefined"),
+                ("\n{{ 'x' | frob }}", "failed in line 2: TemplateAssertionError: No filter named 'frob'"),
+            ):
+                with pytest.raises(ModelError) as unusable:
+                    await renderer.check(template, {}, "F")
+                says = f"With three short messages, the chat template F {says}."
+                assert str(unusable.value) == f"{says} Correct it, or give another with --chat-template."
+            for template in (
+                "{{ raise_exception('Tools only.') }}",
+                "{{ frob.bar }}",
+                "{{ messages[0].documents[0] }}",
+            ):
+                await renderer.check(template, {}, "F")  # other messages or variables may do
 
         try:
             asyncio.run(render_repeatedly())

@@ -161,7 +161,7 @@ class TestGenerate:
 
 class TestUsage:
     def test_without_a_command(self, capsys):
-        assert "COMMAND" in usage_error([], capsys)
+        assert "no command is given" in usage_error([], capsys)
 
 
 class TestEnvironment:

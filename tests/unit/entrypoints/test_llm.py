@@ -89,7 +89,7 @@ class TestParams:
         assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2]
 
     def test_the_number_must_match(self, llm):
-        with pytest.raises(RequestError, match="1 entries for 2 prompts"):
+        with pytest.raises(RequestError, match="a list of 1 for 2 prompts"):
             generate(llm, ["a", "b"], [ALL])
 
     def test_given_parameters_are_not_modified(self, llm):
@@ -116,7 +116,7 @@ class TestParams:
         assert [request.priority for request in clients[0].requests] == [2, -1]
 
     def test_priorities_must_match_in_number(self, llm):
-        with pytest.raises(RequestError, match="priority has 1 entries"):
+        with pytest.raises(RequestError, match="priority is a list of 1"):
             generate(llm, ["a", "b"], priority=[2])
 
 
@@ -174,17 +174,18 @@ class TestChat:
             ("Hello", {}, "list of messages"),
             ([{"content": "x"}], {}, "needs a 'role'"),
             ([{"role": "user"}], {}, "no 'content'"),
-            ([{"role": "user", "content": 5}], {}, "found a int"),
+            ([{"role": "user", "content": 5}], {}, "found 5"),
             ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "image_url"),
             (HELLO, {"continue_final_message": True}, "add_generation_prompt=False"),
-            (HELLO, {"chat_template": "{{ 1 / 0 }}"}, "chat template failed"),
-            (HELLO, {"chat_template": "{% for %}"}, "chat template failed"),
+            (HELLO, {"chat_template": "{{ 1 / 0 }}"}, "chat template failed in line 1"),
+            (HELLO, {"chat_template": "folder/template.jinja"}, "a Jinja template itself, not its file"),
+            (HELLO, {"chat_template": "{% for %}"}, "chat template failed in line 1"),
             (HELLO, {"chat_template": "{{ ''.__class__.__mro__ }}"}, "chat template failed"),
             (HELLO, {"chat_template_kwargs": {"tokenize": True}}, "tokenize"),
             (HELLO, {"chat_template_kwargs": {"messages": []}}, "may not set messages"),
-            (HELLO, {"chat_template_kwargs": 5}, "must be a dict; found a int"),
-            ([5], {}, "list of messages; found a int"),
-            ([HELLO, 5], {}, "list of messages; found a int"),
+            (HELLO, {"chat_template_kwargs": 5}, "must be a dict; found 5"),
+            ([5], {}, "list of messages; found 5"),
+            ([HELLO, 5], {}, "list of messages; found 5"),
             ([{"role": "user", "content": "a\ud800"}], {}, "lone surrogate"),
         ],
     )

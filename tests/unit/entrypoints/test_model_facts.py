@@ -49,6 +49,10 @@ def test_the_demo_models_have_examples_of_their_own() -> None:
         (f"---\nwidget:\n- text: {'x' * 1000}\n---", []),
         ("---\nwidget: {text: a}\n---", []),
         ("---\nwidget: [\n---", []),
+        *(
+            (f"---\nlicense: {value}\nwidget:\n- text: a\n---", [])
+            for value in ("!!bool maybe", "!!timestamp soon", "!!int ''")
+        ),
         ("---\n" + "[" * 2000 + "\n---", []),
         ("---\nwidget:\n- text: a\n", []),
         ("# Title\n---\nwidget:\n- text: a\n---", []),

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 import mvllm.plugin_api  # noqa: F401  # as every plugin does
-from mvllm import installable
+from mvllm import installable, plugin_groups
 from mvllm.entrypoints.cli import doctor_checks as doctor_checks
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ContractError
@@ -213,6 +213,18 @@ class TestDoctor:
         monkeypatch.setattr(installable, "_installed_version", lambda package: None)
         check = doctor(capsys)[1]["core.parts"]
         assert check["found"].startswith("none; not installed: bench, ") and check["status"] == "ok"
+
+    def test_extensions_of_others_are_named_and_those_of_mvllm_are_counted(self, plugins, capsys, monkeypatch):
+        plugins(GOOD)
+        found = [(plugin_groups.MODELS, PluginSource("AcmeForCausalLM", "acme_models", "acme-models", "1.0"))]
+        found += [(plugin_groups.COMMANDS, PluginSource(f"c{i}", "x:y", "mvllm-tools", "0.9.0")) for i in range(3)]
+        monkeypatch.setattr(doctor_checks, "installed_plugins", lambda: found)
+        check = doctor(capsys)[1]["extensions.installed"]
+        assert check["found"] == "model AcmeForCausalLM (acme-models 1.0); of mvllm's own packages: command (3)"
+        assert check["status"] == "ok"
+        found.append((plugin_groups.MODELS, PluginSource("AcmeForCausalLM", "other", "other-models", "2.0")))
+        check = doctor(capsys)[1]["extensions.installed"]
+        assert check["status"] == "warning" and "two packages offer the model AcmeForCausalLM" in check["remedy"]
 
     def test_no_plugin_at_all_is_broken(self, plugins, capsys):
         plugins()

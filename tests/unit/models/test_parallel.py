@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
@@ -9,14 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from mvllm.config.model import ModelConfig
+from mvllm.config.model_limits import check_parallel_sizes
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.safetensors_file import SafetensorsReader, read_header
 from mvllm.models.weight_loader import load_weights
-from tests.helpers.model_zoo import make_checkpoint
+from tests.helpers.model_zoo import ZOO, make_checkpoint
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
 from tests.helpers.thread_ranks import fake_group, run_ranks
 from tests.unit.models.test_parity import draw_tokens
@@ -128,6 +132,64 @@ def test_ranks_that_do_not_divide_the_model_are_refused(name: str, tp_size: int,
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
     with pytest.raises(ConfigError, match=words):
         build(folder, tp=fake_group("tp", 0, tp_size))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mamba2",
+        "falconh1-norm",
+        "bamba-groups",
+        "granitehybrid",
+        "granitehybrid-dense",
+        "nemotronh",
+        "nemotronh-latent",
+        "qwen3next",
+        "qwen35",
+        "qwen35moe",
+        "kimilinear",
+        "lfm2",
+        "olmohybrid",
+        "gptoss",
+        "deepseek3",
+        "mistral4-dense-biases",
+    ],
+)
+@pytest.mark.parametrize("num_heads", [None, 24])
+def test_sizes_that_ranks_cannot_share_are_found_from_the_config_alone(
+    name: str, num_heads: int | None, tmp_path: Path
+) -> None:
+    config = write_config(name, tmp_path, num_heads)
+    for tp_size in (2, 3, 4, 6, 8):
+        found = shares = None
+        try:
+            resolve_model_class(config.architecture)(config, make_context(tp=fake_group("tp", 0, tp_size)))
+        except ConfigError as e:
+            shares = e
+        try:
+            check_parallel_sizes(config, tp_size, 1)
+        except ConfigError as e:
+            found = e
+        assert (found is None) == (shares is None), f"{tp_size} ranks: {found} / {shares}"
+
+
+def write_config(name: str, folder: Path, num_heads: int | None) -> ModelConfig:
+    """The config of a checkpoint of the zoo, with so many heads of attention."""
+    entry = ZOO[name]
+    config = entry.config()
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(folder)
+    values = json.loads((folder / "config.json").read_bytes())
+    if entry.edit_config is not None:
+        entry.edit_config(values)
+    text = values.get("text_config", values)
+    if num_heads is not None:
+        text.update({key: num_heads for key in ("num_attention_heads", "num_key_value_heads") if key in text})
+        if "kv_lora_rank" not in text:
+            text.setdefault("head_dim", 8)
+    (folder / "config.json").write_text(json.dumps(values))
+    return read_config(folder)
 
 
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:

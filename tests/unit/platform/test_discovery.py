@@ -464,6 +464,8 @@ class TestIsolatedProbes:
 
     def test_a_probe_that_hangs_is_ended(self, add, monkeypatch):
         monkeypatch.setattr(isolated_probes, "TIMEOUT_SECONDS", 0.5)
+        read, for_start = isolated_probes.read_line, iter([60])  # on a busy machine the child takes seconds to start
+        monkeypatch.setattr(isolated_probes, "read_line", lambda fd, end: read(fd, end + next(for_start, 0)))
         add("hanging")
         assert "did not answer within 0.5 s" in failure_of().message
 

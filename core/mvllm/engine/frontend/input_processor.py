@@ -274,7 +274,7 @@ class InputProcessor:
                 position = start + e.start
                 raise RequestError(
                     f"The prompt is not valid Unicode: character {position} is a lone surrogate "
-                    f"U+{ord(text[position]):04X}.",
+                    f"U+{ord(text[position]):04X}. Text that was read from bytes must be UTF-8.",
                     parameter="prompt",
                 ) from None
         return text

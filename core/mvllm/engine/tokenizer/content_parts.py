@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
-from mvllm.errors import RequestError
 
 _LOOP = re.compile(r"\bin\s+\w+\s*(?:\.\s*content\b|\[\s*['\"]content['\"]\s*\])")
 _TEXT_TEST = re.compile(r"\bstring\b")
@@ -43,4 +42,6 @@ def render_user_message(tokenizer: Tokenizer, text: str) -> str | None:
             renderer.apply_chat_template([message], chat_template=None, add_generation_prompt=True, tokenize=False)
         )
     except Exception as e:
-        raise RequestError(f"The chat template failed: {type(e).__name__}: {e}", parameter="prompt") from e
+        from mvllm.engine.tokenizer.jinja_template import template_error
+
+        raise template_error(e, "", parameter="prompt") from e

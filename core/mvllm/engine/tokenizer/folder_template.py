@@ -25,10 +25,11 @@ class FolderTemplate:
     Args:
         chat_template: The template; None if the folder has none.
         special_tokens: Special tokens by the names that templates use.
+        source: The file of the template, for messages.
     """
 
-    def __init__(self, chat_template: str | None, special_tokens: Mapping[str, str]) -> None:
-        self.chat_template = chat_template
+    def __init__(self, chat_template: str | None, special_tokens: Mapping[str, str], source: str = "") -> None:
+        self.chat_template, self.source = chat_template, source
         self.special_tokens_map = dict(special_tokens)
 
     def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str | None:
@@ -69,14 +70,15 @@ def read_folder_template(
     """
     if (folder / _MORE_TEMPLATES).exists():
         return None
-    template = settings.get("chat_template")
+    template, file = settings.get("chat_template"), "tokenizer_config.json"
     try:
-        template = read_processor_template(folder) or template
+        if (of_processor := read_processor_template(folder)) is not None:
+            template, file = of_processor, _PROCESSOR_FILE
         if (folder / _TEMPLATE_FILE).exists():
-            template = (folder / _TEMPLATE_FILE).read_text(encoding="utf-8")
+            template, file = (folder / _TEMPLATE_FILE).read_text(encoding="utf-8"), _TEMPLATE_FILE
     except (OSError, ValueError):  # ModelError is a ValueError
         return None
-    return FolderTemplate(template, special_tokens) if isinstance(template, str | None) else None
+    return FolderTemplate(template, special_tokens, str(folder / file)) if isinstance(template, str | None) else None
 
 
 def read_processor_template(folder: Path) -> str | None:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
@@ -27,6 +28,10 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from mvllm.errors import ModelError, RequestError
+
+_UNDEFINED = re.compile(r"'(\w+)' is undefined")
+_UNKNOWN = re.compile(r"No (filter|test) named ")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -116,8 +121,52 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
+def check_syntax(template: str, source: str) -> None:
+    """Parses a template, which does not run any of it.
+
+    Args:
+        source: Where it is from, for the message.
+
+    Raises:
+        ModelError: It is not valid.
+    """
+    try:
+        _environment().parse(template)
+    except TemplateSyntaxError as e:
+        raise ModelError(f"{source}, line {e.lineno}: {(e.message or '').rstrip('.')}.") from e
+
+
+def template_error(error: Exception, template: str, source: str = "", parameter: str = "messages") -> RequestError:
+    """The error for a template that has failed, with the line.
+
+    Args:
+        template: Its text; empty if unknown.
+        source: Its file; empty if it has none, or if the reader may not know it.
+        parameter: What the template was rendered for. `chat_template` replaces it if no conversation could do better.
+    """
+    name = f"The chat template {source}".strip()
+    if type(error) is TemplateError:  # of raise_exception
+        return RequestError(f"{name} refuses the conversation: {error}", parameter=parameter)
+    line = getattr(error, "lineno", None)
+    trace = error.__traceback__
+    while trace is not None:  # Jinja puts the lines of templates into it
+        line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == "<template>" else line
+        trace = trace.tb_next
+    undefined = _UNDEFINED.fullmatch(str(error))
+    # A request may set variables, but not functions.
+    calls_it = undefined is not None and re.search(rf"\b{undefined[1]}\s*\(", template)
+    if calls_it or isinstance(error, TemplateSyntaxError) or _UNKNOWN.match(str(error)):
+        parameter = "chat_template"
+    where = "" if line is None else f" in line {line}"
+    return RequestError(f"{name} failed{where}: {type(error).__name__}: {error}", parameter=parameter)
+
+
 @lru_cache(16)
 def _compiled(template: str) -> Template:
+    return _environment().from_string(template)
+
+
+def _environment() -> Environment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
     )
@@ -125,7 +174,7 @@ def _compiled(template: str) -> Template:
     environment.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_PublicNamespace
     )
-    return environment.from_string(template)
+    return environment
 
 
 def _tojson(

@@ -13,6 +13,13 @@ from mvllm.entrypoints.cli.help import subcommands
 from mvllm.entrypoints.cli.option_words import in_options, option_names
 from mvllm.errors import MvllmError
 
+_PLAIN = {
+    "the following arguments are required: COMMAND": "no command is given",
+    "the following arguments are required: ": "missing: ",
+    ": expected one argument": ": a value is missing",
+    ": expected at least one argument": ": a value is missing",
+}
+"""Messages of argparse, in other words."""
 _KINDS = {int: "an integer", float: "a number"}
 
 
@@ -31,8 +38,11 @@ class CommandLineParser(argparse.ArgumentParser):
             if "--tensor-parallel-size" in parser._option_string_actions:  # a command with the engine's settings
                 missing = plugin_groups.missing_part_of(plugin_groups.FOREIGN_KEYWORDS)
                 message += f".{missing}" if missing and not message.endswith("?") else missing
+        for said, plain in _PLAIN.items():
+            message = message.replace(said, plain)
         message = in_options(message, option_names(parser, self.arguments))
-        self.exit(2, f"{parser.prog}: error: {message}\n`{parser.prog} --help` lists the options.\n")
+        what = "commands" if subcommands(parser) else "options"
+        self.exit(2, f"{parser.prog}: error: {message}\n`{parser.prog} --help` lists the {what}.\n")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """The value of an argument. Its errors say what the option takes, not which function has read it."""
@@ -146,4 +156,6 @@ def _suggest_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> s
     for word in words:
         if word.startswith("--") and (hint := did_you_mean(word.partition("=")[0], known)):
             return f".{hint}"
+    if "--prompt" in known and not any(word.startswith("-") for word in words):
+        return ". A text is given with --prompt"
     return ""

@@ -13,7 +13,7 @@ from mvllm.entrypoints.parsers.registry import (
     reasoning_parser_names,
     tool_parser_names,
 )
-from mvllm.errors import ConfigError, plain_reason
+from mvllm.errors import ConfigError
 
 
 def add_chat_template_argument(group: Any) -> None:
@@ -67,10 +67,16 @@ def load_chat_template(given: str | None) -> str | None:
 
     Raises:
         ConfigError: The file cannot be read.
+        ModelError: The template has a syntax error.
     """
-    if given is None or "{" in given:
-        return given
+    if given is None:
+        return None
     try:
-        return Path(given).read_text(encoding="utf-8")
+        template = given if "{" in given else Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as e:
-        raise ConfigError(f"The chat template {given!r} cannot be read: {plain_reason(e)}.") from e
+        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
+        raise ConfigError(f"--chat-template: the file {given!r} cannot be read: {reason}.") from e
+    from mvllm.engine.tokenizer.jinja_template import check_syntax
+
+    check_syntax(template, "--chat-template" if template == given else f"--chat-template {given}")
+    return template

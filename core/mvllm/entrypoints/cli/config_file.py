@@ -124,7 +124,9 @@ def _read(path: str) -> Mapping[str, Any]:
         reason = e.strerror if isinstance(e, OSError) else e
         raise ConfigError(f"The file {path!r} of {FLAG} cannot be read: {reason}.") from e
     except yaml.YAMLError as e:
-        raise ConfigError(f"The file {path!r} of {FLAG} is not YAML: {' '.join(str(e).split())}") from e
+        mark = getattr(e, "problem_mark", None)
+        where = "" if mark is None else f"line {mark.line + 1}: "
+        raise ConfigError(f"The file {path!r} of {FLAG} is not YAML: {where}{getattr(e, 'problem', e)}.") from e
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

@@ -13,6 +13,7 @@ import platform as host
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 from mvllm import plugin_groups
 from mvllm.config.engine_config import ParallelConfig
-from mvllm.config.env import describe_unknown, unknown_variables
+from mvllm.config.env import unknown_variables
 from mvllm.entrypoints.cli.fork_runner import ForkResult, run_in_fork
 from mvllm.entrypoints.cli.option_words import engine_options, in_options
 from mvllm.entrypoints.cli.platforms import installed_plugins
@@ -32,7 +33,14 @@ from mvllm.installable import (
     part_versions,
     unknown_platform,
 )
-from mvllm.installation import INSTALL_PAGE, conflicting_distribution, describe_installation, install_command
+from mvllm.installation import (
+    INSTALL_PAGE,
+    conflicting_distribution,
+    describe_installation,
+    find_distribution,
+    install_command,
+    is_own,
+)
 from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
 from mvllm.platform.discovery import (
     SLOW_PROBE_SECONDS,
@@ -202,7 +210,7 @@ def _dependencies() -> Checks:
         return
     problems = _requirement_problems(requirements)
     found = "; ".join(problems.values()) if problems else f"all {len(requirements)} required packages are installed"
-    yield _check("core.dependencies", not problems, found, install_command(*problems))
+    yield _check("core.dependencies", not problems, found, _repair(problems))
 
 
 def _parts() -> Checks:
@@ -210,18 +218,16 @@ def _parts() -> Checks:
     packages = [package for name, package in installable_parts().items() if part_versions()[name] is not None]
     problems = {package: _requirement_problems(_requirements(package) or ()) for package in packages}
     texts = [f"{package}: {problem}" for package, each in problems.items() for problem in each.values()]
-    missing = dict.fromkeys(requirement for each in problems.values() for requirement in each)
     found = "; ".join([describe_parts(), *texts])
-    yield _check("core.parts", not texts, found, install_command(*missing), CheckStatus.WARNING)
+    remedy = _repair(requirement for each in problems.values() for requirement in each)
+    yield _check("core.parts", not texts, found, remedy, CheckStatus.WARNING)
 
 
 def _requirements(distribution: str) -> list[str] | None:
     """What a distribution's metadata requires on this machine, extras left out; None where it is not installed."""
-    try:
-        requirements = importlib.metadata.requires(distribution) or []
-    except importlib.metadata.PackageNotFoundError:
+    if (found := find_distribution(distribution)) is None:
         return None
-    return [requirement for requirement in requirements if _applies(requirement)]
+    return [requirement for requirement in found.requires or () if _applies(requirement)]
 
 
 def _applies(requirement: str) -> bool:
@@ -239,19 +245,23 @@ def _requirement_problems(requirements: Iterable[str]) -> dict[str, str]:
     return {requirement: problem for requirement, problem in problems.items() if problem is not None}
 
 
+def _repair(requirements: Iterable[str]) -> str:
+    """The command for requirements that are not met. Of mvllm itself, which is there, another release is needed."""
+    unmet = list(dict.fromkeys(requirements))
+    return install_command(*unmet, upgrade="mvllm" in map(_required_name, unmet))
+
+
 def _requirement_problem(requirement: str) -> str | None:
     name = _required_name(requirement)
-    try:
-        installed = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    if (found := find_distribution(name)) is None:
         return f"{name} is missing"
     try:
         from packaging.requirements import Requirement
     except ImportError:
         return None
     wanted = Requirement(requirement)
-    fits = wanted.specifier.contains(installed, prereleases=True)
-    return None if fits else f"{name} is {installed}, required is {wanted.specifier}"
+    fits = wanted.specifier.contains(found.version, prereleases=True)
+    return None if fits else f"{name} is {found.version}, required is {wanted.specifier}"
 
 
 def _required_name(requirement: str) -> str:
@@ -335,7 +345,7 @@ def _plugin_dependencies(candidate: Candidate) -> Check:
         f"platform.{candidate.name}.requirements",
         not problems,
         "; ".join(problems.values()) if problems else f"all packages that {name} requires are installed",
-        install_command(*problems),
+        _repair(problems),
         CheckStatus.WARNING if is_optional else CheckStatus.BROKEN,
     )
 
@@ -447,8 +457,11 @@ def _extensions() -> Checks:
     """Installed plugins other than platforms, from metadata, and whether two of a kind have the same name."""
     installed = installed_plugins()
     allowed = [(group, source) for group, source in installed if plugin_groups.is_allowed(source)]
-    listed = [f"{group.noun} {source.name} ({source.distribution} {source.version})" for group, source in allowed]
-    found = "; ".join(listed) if listed else "none"
+    own = {name for name in {source.distribution for _, source in allowed} if is_own(name)}
+    counts = Counter(group.noun for group, source in allowed if source.distribution in own)
+    listed = [f"{g.noun} {s.name} ({s.distribution} {s.version})" for g, s in allowed if s.distribution not in own]
+    listed += [f"of mvllm's own packages: {', '.join(f'{noun} ({n})' for noun, n in counts.items())}"] * bool(counts)
+    found = "; ".join(listed) or "none"
     if excluded := sorted({s.distribution for _, s in installed} - {s.distribution for _, s in allowed}):
         found += f"; {plugin_groups.ENVIRONMENT_VARIABLE} does not allow {', '.join(excluded)}"
     names = [f"{group.noun} {source.name}" for group, source in allowed]
@@ -477,12 +490,10 @@ def _visible_devices() -> Checks:
 
 
 def _unknown_variables() -> Checks:
-    unknown = unknown_variables(source.name for source in find_sources())
-    if not unknown:
+    if unknown := unknown_variables(source.name for source in find_sources()):
+        yield Check("environment.unknown", CheckStatus.WARNING, " ".join(unknown), "unset or rename")
+    else:
         yield Check("environment.unknown", CheckStatus.OK, "every MVLLM_* variable is known")
-        return
-    found = " ".join(describe_unknown(name, nearest) for name, nearest in unknown.items())
-    yield Check("environment.unknown", CheckStatus.WARNING, found, "unset or rename")
 
 
 def _shared_memory() -> Checks:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, cast
 
-from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.argument_parser import CommandLineParser, check_model, find_subcommand, shorten_usage
 from mvllm.entrypoints.cli.config_file import expand_config
 from mvllm.entrypoints.cli.help import add_help_about, expand_help, list_groups
@@ -101,7 +100,6 @@ def _run(name: str | None, arguments: list[str], *, is_program: bool) -> int:
         args = parser.parse_args(arguments)
         check_model(command, args)
         configure_logging(default=getattr(module, "LOG_LEVEL", "INFO"))
-        _warn_about_environment()
         assert module is not None
         status: int = module.run(args)
         sys.stdout.flush()
@@ -214,14 +212,6 @@ def _make_parser(
             list_groups(sub)
     shorten_usage(parser)
     return parser
-
-
-def _warn_about_environment() -> None:
-    if any(name.startswith("MVLLM_") for name in os.environ):
-        from mvllm.platform.discovery import find_sources
-
-        for name, nearest in unknown_variables(source.name for source in find_sources()).items():
-            logger.warning("%s", describe_unknown(name, nearest))
 
 
 def _fail(message: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from mvllm import plugin_groups
 from mvllm.errors import PlatformError
 from mvllm.installation import conflicting_distribution
-from mvllm.platform.choose import choose_candidate
+from mvllm.platform.choose import choose_candidate, nothing_installed
 from mvllm.platform.discovery import SLOW_PROBE_SECONDS, Candidate, discover, dotted, find_sources
 from mvllm.platform.spec import CONTRACT
 from mvllm.plugin_groups import PluginSource
@@ -51,15 +51,11 @@ def _chosen(candidates: list[Candidate]) -> tuple[Candidate, str] | None:
 
 
 def _nothing_found(name: str | None) -> str:
-    from mvllm.installable import installable_platforms, unknown_platform
-    from mvllm.installation import INSTALL_PAGE, install_command
+    from mvllm.installable import unknown_platform
 
     if name is not None:
         return unknown_platform(name, (source.name for source in find_sources()))
-    known = installable_platforms()
-    if not known:
-        return f"No platform plugin is installed. See {INSTALL_PAGE}."
-    return f"No platform plugin is installed. Run, for instance: {install_command(known[0])}"
+    return nothing_installed()
 
 
 def _lines(candidate: Candidate, *, verbose: bool) -> list[str]:

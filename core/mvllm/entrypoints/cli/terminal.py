@@ -13,7 +13,7 @@ from mvllm.config.model import ModelConfig
 from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.tokenizer.tokenizer import load_tokenizer
-from mvllm.entrypoints.chat_template import NO_CHAT_TEMPLATE, read_chat_template
+from mvllm.entrypoints.chat_template import NO_CHAT_TEMPLATE, check_chat_template, read_chat_template
 from mvllm.entrypoints.cli.arguments import engine_args, sampling_params
 from mvllm.entrypoints.llm import LLM
 from mvllm.entrypoints.step_loop import stream_request
@@ -49,13 +49,18 @@ def open_llm(
         yield llm, with_thinking_tags(params, llm.llm_engine.config.model)
 
 
-def require_chat_template(model: ModelConfig) -> None:
-    """Checks that a model has a chat template. Loads its tokenizer only if no file has one.
+def require_chat_template(model: ModelConfig, given: str | None = None) -> None:
+    """Checks that a model has a chat template, and that it works. Loads its tokenizer only if no file has one.
+
+    Args:
+        given: The template of `--chat-template`, which replaces the model's.
 
     Raises:
-        ModelError: It has none, or no tokenizer.
+        ModelError: It has none or one that cannot work, or no tokenizer.
     """
-    if model.tokenizer is not None and read_chat_template(Path(model.tokenizer)) is not None:
+    folder = Path(str(model.tokenizer))
+    if given is not None or read_chat_template(folder) is not None:
+        check_chat_template(folder, given, render=True)
         return
     tokenizer = load_tokenizer(model)
     if tokenizer is None or getattr(tokenizer.template_renderer, "chat_template", None) is None:

@@ -28,6 +28,9 @@ from mvllm.entrypoints.openai.client_request import (
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of `reasoning_effort`, and of `reasoning.effort` in the Responses API."""
 
+AnyList = Annotated[list[Any], msgspec.Meta(extra_json_schema={"items": {}})]
+"""A list of anything. Generators of clients want `items` of every list."""
+
 _TEXT = "The capital of France is Paris."
 
 
@@ -404,6 +407,6 @@ class CollectiveRpcRequest(ModelRequest, kw_only=True):
 
     EXAMPLE: ClassVar[dict[str, Any]] = {"method": "name_of_a_method", "args": []}
     method: str | None = None
-    args: list[Any] | None = None
+    args: AnyList | None = None
     kwargs: dict[str, Any] | None = None
     timeout: Any = None  # no effect: the server's limits apply

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired, TypedDict
 
+from mvllm.entrypoints.openai.protocol import AnyList
+
 
 class PromptTokensDetails(TypedDict):
     """Where the tokens of a prompt came from."""
@@ -480,7 +482,7 @@ class UnloadedAdapter(TypedDict):
 
     id: str
     object: Literal["model"]
-    deleted: Literal[True]
+    deleted: bool
 
 
 class WeightTransferState(TypedDict):
@@ -500,4 +502,4 @@ class WeightState(TypedDict):
 class RpcResults(TypedDict):
     """What the method returned, for each worker in the order of ranks."""
 
-    results: list[Any]
+    results: AnyList

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from mvllm.config.model_kind import ModelKind
 from mvllm.config.multimodal import MultiModalConfig, MultiModalModel
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.messages.requests import FinishReason
@@ -233,6 +234,16 @@ def test_a_model_that_takes_images_has_vision(settings: dict[str, Any], sees: bo
     renderer = SimpleNamespace(tool_parser=None, reasoning_parser=None)
     context = ServingContext(cast(Any, engine), cast(Any, None), cast(Any, renderer))
     assert capabilities(context) == ["completion", *(["vision"] if sees else [])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(ModelKind(generates=False), ["embedding"]), (ModelKind(generates=False, num_labels=2), [])],
+    ids=["embeddings", "classes"],
+)
+def test_a_model_for_embeddings_says_so(kind: ModelKind, expected: list[str]) -> None:
+    engine = SimpleNamespace(model_config=SimpleNamespace(kind=kind))
+    assert capabilities(ServingContext(cast(Any, engine), cast(Any, None), cast(Any, None))) == expected
 
 
 def test_the_vectors_of_a_request_do_not_wait_for_garbage_collection() -> None:

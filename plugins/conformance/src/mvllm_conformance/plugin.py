@@ -238,8 +238,12 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     _ = run.waivers
     if not hasattr(config, "workerinput") and threading.current_thread() is threading.main_thread():
-        # As Ctrl-C: pytest ends the run and prints its summaries.
-        previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+        def interrupt(*_: object) -> None:
+            # As Ctrl-C: pytest ends the run and prints its summaries. Commands in the background ignore SIGINT itself.
+            raise KeyboardInterrupt
+
+        previous = signal.signal(signal.SIGTERM, interrupt)
 
         def restore() -> None:
             signal.signal(signal.SIGTERM, previous)

@@ -16,8 +16,7 @@ from mvllm.extension_api.installation import (
     __version__,
     find_sources,
     install_command,
-    installable_executors,
-    installable_platforms,
+    is_own,
     uninstall_command,
 )
 
@@ -87,8 +86,7 @@ def check_name(name: str) -> None:
         )
     if name.startswith("mvllm-"):
         raise ConfigError(f"Leave out 'mvllm-': the package of a platform acme is called mvllm-acme. Found {name!r}.")
-    ours = {package.removeprefix("mvllm-") for package in installable_platforms()}
-    if name in RESERVED | ours | installable_executors().keys():
+    if name in RESERVED or is_own(f"mvllm-{name}"):
         raise ConfigError(f"The name {name!r} is reserved. Choose another, for instance the name of your hardware.")
     owner = next((source for source in find_sources() if source.name == name), None)
     if owner is not None:

@@ -60,7 +60,10 @@ def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+    except OSError as e:
+        where = " `mvllm plugin new` writes one into the package's folder." if isinstance(e, FileNotFoundError) else ""
+        raise ConfigError(f"The file of waivers {path} cannot be read: {e.strerror}.{where}") from e
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         raise ConfigError(f"The waivers in {path} cannot be read: {e}") from e
     entries = content.get("waiver", [])
     if set(content) - {"waiver"} or not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):

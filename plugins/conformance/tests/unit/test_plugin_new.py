@@ -133,7 +133,7 @@ def test_a_non_empty_folder_is_not_changed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "-a", "a-", "a--b", "a_b", "Ä", "a b", "../x", "a" * 41, "mvllm-a", "cpu", "auto"]
+    "name", ["", "-a", "a-", "a--b", "a_b", "Ä", "a b", "../x", "a" * 41, "mvllm-a", "cpu", "auto", "gguf", "ray"]
 )
 def test_invalid_names_are_rejected(name):
     with pytest.raises(ConfigError):

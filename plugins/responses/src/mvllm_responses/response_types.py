@@ -84,7 +84,7 @@ class TextSettings(TypedDict):
     format: dict[str, Any]
 
 
-class Response(TypedDict):
+class ResponsesResponse(TypedDict):
     """A response: its output so far, and the settings of its request."""
 
     id: str
@@ -128,7 +128,7 @@ class ResponseStreamEvent(TypedDict):
 
     type: str
     sequence_number: int
-    response: NotRequired[Response]
+    response: NotRequired[ResponsesResponse]
     item: NotRequired[ResponseItem]
     item_id: NotRequired[str]
     output_index: NotRequired[int]
@@ -153,7 +153,7 @@ class DeletedObject(TypedDict):
 
     id: str
     object: str
-    deleted: Literal[True]
+    deleted: bool
 
 
 class ItemPage(TypedDict):
@@ -212,7 +212,7 @@ class StoredChatCompletion(TypedDict):
     service_tier: NotRequired[str | None]
     system_fingerprint: NotRequired[str | None]
     kv_transfer_params: NotRequired[dict[str, Any] | None]
-    prompt_logprobs: NotRequired[list[Any] | None]
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
     prompt_token_ids: NotRequired[list[int] | None]
     prompt_text: NotRequired[str | None]
     warnings: NotRequired[list[str]]

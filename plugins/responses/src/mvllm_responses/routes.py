@@ -25,8 +25,7 @@ from mvllm_responses.conversations import ConversationsRoutes, PageQuery, check_
 from mvllm_responses.items import Item, page_of
 from mvllm_responses.mcp.toolbox import MCPServers
 from mvllm_responses.protocol import ResponsesRequest
-from mvllm_responses.response_types import DeletedObject, InputTokens, ItemPage, ResponseStreamEvent
-from mvllm_responses.response_types import Response as ResponseBody
+from mvllm_responses.response_types import DeletedObject, InputTokens, ItemPage, ResponsesResponse, ResponseStreamEvent
 from mvllm_responses.responses import (
     History,
     InputTokensHandler,
@@ -71,7 +70,7 @@ class ResponsesRoutes:
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes to a router."""
         summary = "Generate the next response of a conversation."
-        streamed = {"application/json": ResponseBody, "text/event-stream": ResponseStreamEvent}
+        streamed = {"application/json": ResponsesResponse, "text/event-stream": ResponseStreamEvent}
         add_body = self._body_routes.add
         add_body(router, "/v1/responses", ResponsesRequest, self.create, summary, _EXAMPLE, response=streamed)
         summary = "Count the tokens of what a response would be generated from."
@@ -84,7 +83,7 @@ class ResponsesRoutes:
         summary = "Delete a stored response."
         add(path, self.delete_response, methods=["DELETE"], summary=summary, response=DeletedObject)
         summary = "Cancel a response."
-        add(f"{path}/cancel", self.cancel_response, methods=["POST"], summary=summary, response=ResponseBody)
+        add(f"{path}/cancel", self.cancel_response, methods=["POST"], summary=summary, response=ResponsesResponse)
         summary = "The items before its output."
         add(f"{path}/input_items", self.list_input_items, summary=summary, query=PageQuery, response=ItemPage)
         self._conversations.add_to(router)

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, message: str | None = None) -> int:
 
     require_model(args)
     template = load_chat_template(args.chat_template)
-    with open_llm(args, require_chat_template if template is None else lambda model: None) as (llm, params):
+    with open_llm(args, lambda model: require_chat_template(model, template)) as (llm, params):
         session = ChatSession(_message_printer(llm.llm_engine, params, template), system=args.system, images=images)
         return _run_conversation(session, f"platform {llm.llm_engine.platform_summary}", message)
 

@@ -127,6 +127,6 @@ def help_text(commands: Sequence[Command]) -> str:
     """A line for each command, and one for each key."""
     rows = [(f"{', '.join(each.words)} {each.argument}".rstrip(), each.help) for each in commands]
     rows += [(", ".join(HELP_WORDS), "list the commands"), (", ".join(EXIT_WORDS), "leave")]
-    rows += [("Ctrl-C", "stop an answer; at the prompt, leave"), ("Ctrl-D", "leave")]
+    rows += [("Ctrl-C", "stop an answer; twice at the prompt, leave"), ("Ctrl-D", "leave")]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:{width}}  {text}" for name, text in rows)

@@ -174,7 +174,10 @@ class RemoteModel:
                     "or check --url."
                 ) from e
             if response.status_code != 200:
-                raise RequestError(f"{self._url} answers with status {response.status_code}: {error_text(body_text)}")
+                hint = " Give the key with --api-key or OPENAI_API_KEY." if response.status_code == 401 else ""
+                raise RequestError(
+                    f"{self._url} answers with status {response.status_code}: {error_text(body_text)}{hint}"
+                )
             yield response
 
 

@@ -16,6 +16,21 @@ MISTAKES = [
     Mistake("chat {models}/no-template", NO_TEMPLATE),
     Mistake("run {models}/no-template hello", NO_TEMPLATE),
     Mistake(
+        "chat demo --chat-template {{frob(messages)}}",
+        "With three short messages, the chat template of --chat-template failed in line 1: UndefinedError: 'frob' is "
+        "undefined. Correct it, or give another with --chat-template.",
+    ),
+    Mistake(
+        "run {models}/bad-template hello",
+        "The chat template {models}/bad-template/chat_template.jinja, line 2: Encountered unknown tag 'endfr'. Jinja "
+        "was looking for the following tags: 'endfor' or 'else'. The innermost block that needs to be closed is 'for'.",
+    ),
+    Mistake(
+        "chat {models}/bad-function",
+        "With three short messages, the chat template {models}/bad-function/chat_template.jinja failed in line 2: "
+        "UndefinedError: 'frob' is undefined. Correct it, or give another with --chat-template.",
+    ),
+    Mistake(
         "chat {models}/no-tokenizer",
         "{models}/no-tokenizer holds no tokenizer: none of tokenizer.json, tokenizer.model, vocab.json, spiece.model, "
         "tokenizer_config.json is there. Copy the tokenizer's files into it, or name a folder or model that has them "

@@ -98,6 +98,7 @@ def test_an_error_of_the_server_is_printed_and_the_conversation_continues(monkey
         (Answer([completion("a")]), "broke off"),
         (Answer([b"data: {\n\n"]), "broke off"),
         (Answer([b"busy"], status=503), "status 503: busy"),
+        (Answer([b"a key"], status=401), "status 401: a key Give the key with --api-key or OPENAI_API_KEY."),
     ],
 )
 def test_an_answer_that_fails_is_an_error(answer, expected, capsys):

@@ -250,12 +250,16 @@ def test_the_callers_messages_are_not_modified():
 @pytest.mark.parametrize(
     ("messages", "options", "words"),
     [
-        ([{"role": "assistant", "tool_calls": "x"}], {}, "tool_calls of message 0 must be a list; found a str"),
+        ([{"role": "assistant", "tool_calls": "x"}], {}, "tool_calls of message 0 must be a list; found 'x'"),
         ([{"role": "assistant", "tool_calls": [5]}], {}, "tool call without a function"),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}], {}, "tool call without a function"),
-        ([{"role": "user", "content": "x"}], {"tools": [5]}, "tools must be a list of objects; found a int"),
-        ([{"role": "user", "content": "x"}], {"tools": {"a": 1}}, "tools must be a list of objects; found a dict"),
-        ([{"role": "user", "content": "x"}], {"documents": "x"}, "documents must be a list of objects; found a str"),
+        ([{"role": "user", "content": "x"}], {"tools": [5]}, "tools must be a list of objects; found 5"),
+        (
+            [{"role": "user", "content": "x"}],
+            {"tools": {"a": 1}},
+            "tools must be a list of objects; found a dict of 1 items",
+        ),
+        ([{"role": "user", "content": "x"}], {"documents": "x"}, "documents must be a list of objects; found 'x'"),
         ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"padding": True}}, "may not set padding"),
     ],
 )

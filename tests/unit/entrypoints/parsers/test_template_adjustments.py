@@ -72,7 +72,10 @@ def test_ids_of_other_servers_are_shortened_where_nine_characters_are_required()
     assert render(NINE, conversation("abcdefgh1", results=())) == "abcdefgh1|"
 
 
-@pytest.mark.parametrize(("template", "role"), [("{{ messages[0].role }}", "system"), ("developer", "developer")])
+TEMPLATES = [("{{ messages[0].role }}", "system"), ("{{ 'developer' }}", "developer")]
+
+
+@pytest.mark.parametrize(("template", "role"), TEMPLATES)
 def test_a_developer_is_the_system_for_templates_without_that_role(template, role):
     assert render(template, [{"role": "developer", "content": "Be brief."}]) == role
 

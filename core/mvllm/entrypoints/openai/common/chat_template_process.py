@@ -51,14 +51,12 @@ class RenderedChat(msgspec.Struct):
 
     Attributes:
         parameter: The field of the request that caused the error.
-        over_limit: Whether the template took too much memory or wrote too much.
         is_last: Whether the process ends after this job, because it may keep the memory.
     """
 
     text: str | None = None
     error: str | None = None
     parameter: str | None = None
-    over_limit: bool = False
     is_last: bool = False
 
 
@@ -99,13 +97,13 @@ def render(job: ChatTemplateJob, render_jinja_template: Any) -> RenderedChat:
     except (RequestError, MemoryError) as e:
         if isinstance(e, MemoryError) or isinstance(e.__cause__, MemoryError):
             error = f"The chat template takes more memory than the {MEMORY_BYTES >> 20} MB allowed."
-            return RenderedChat(error=error, parameter="chat_template", over_limit=True, is_last=True)
+            return RenderedChat(error=error, parameter="chat_template", is_last=True)
         error = str(e)[:_MAX_ERROR_LENGTH].encode("utf-8", "replace").decode()
         return RenderedChat(error=error, parameter=e.parameter)
     max_length = MAX_RENDERED + _COPIES * len(job.conversation)
     if len(text) > max_length:
         error = f"The chat template wrote {len(text)} characters; {max_length} are allowed."
-        return RenderedChat(error=error, parameter="chat_template", over_limit=True)
+        return RenderedChat(error=error, parameter="chat_template")
     try:
         text.encode()
     except UnicodeEncodeError:

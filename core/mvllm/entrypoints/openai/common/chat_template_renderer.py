@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
+from mvllm.entrypoints.chat_template import SHORT_CONVERSATION, unusable_template
 from mvllm.entrypoints.openai.common.chat_template_process import ChatTemplateJob, RenderedChat
-from mvllm.errors import ModelError, RequestError
+from mvllm.errors import RequestError
 from mvllm.executor.process.pipe_process import PipeProcess, PipeProcessError
 
 SECONDS = 5.0
@@ -24,16 +25,6 @@ WALL_SECONDS = 60.0
 """Wall time after which a conversation fails, even if the process got no processor time."""
 LONG_BYTES = 256 << 10
 """A conversation of more bytes, as JSON, is a long one."""
-
-_SHORT_CONVERSATION = (
-    {"role": "user", "content": "Hello"},
-    {"role": "assistant", "content": "Hello! What can I do for you?"},
-    {"role": "user", "content": "Name a color."},
-)
-
-
-class ChatTemplateLimitError(RequestError):
-    """A template took more time or memory than allowed."""
 
 
 class ChatTemplateRenderer:
@@ -66,8 +57,7 @@ class ChatTemplateRenderer:
             max_bytes: Most bytes of the conversation and the settings as JSON; None for any number.
 
         Raises:
-            ChatTemplateLimitError: The template took too much time or memory.
-            RequestError: The conversation is not acceptable, or the template failed.
+            RequestError: The conversation is not acceptable, or the template failed, or took too much time or memory.
         """
         conversation = msgspec.json.encode([list(messages), dict(settings)])
         if max_bytes is not None and len(conversation) > max_bytes:
@@ -89,30 +79,26 @@ class ChatTemplateRenderer:
         answering.add_done_callback(ended)
         answer = await asyncio.wrap_future(answering)
         if answer.text is None:
-            kind = ChatTemplateLimitError if answer.over_limit else RequestError
-            raise kind(answer.error or "The chat template failed.", parameter=answer.parameter)
+            raise RequestError(answer.error or "The chat template failed.", parameter=answer.parameter)
         return answer.text
 
     async def check(self, template: str, special_tokens: Mapping[str, Any], source: str) -> None:
         """Renders a short conversation, so that a template that exceeds the limits is found before the first request.
 
-        An error that the template raises itself is ignored: the template may require other messages.
+        Other errors are ignored: the template may require other messages.
 
         Args:
             source: Origin of the template, for the error message.
 
         Raises:
-            ModelError: The template took too much time or memory.
+            ModelError: The template took too much time or memory, has a syntax error, or calls a function that does not
+                exist.
         """
         try:
-            await self.render(_SHORT_CONVERSATION, {"chat_template": template}, special_tokens)
-        except ChatTemplateLimitError as e:
-            raise ModelError(
-                f"The chat template ({source}) cannot be used, since it fails with three short messages: {e} "
-                "Check the origin of the model, or pass another template with --chat-template."
-            ) from e
-        except RequestError:
-            pass
+            await self.render(SHORT_CONVERSATION, {"chat_template": template}, special_tokens)
+        except RequestError as e:
+            if e.parameter == "chat_template":
+                raise unusable_template(e, source) from e
 
     @property
     def pid(self) -> int | None:
@@ -150,7 +136,7 @@ class ChatTemplateRenderer:
 
     def _over_limit(self, what: str) -> RenderedChat:
         limit = f"longer than {self._seconds:g} s" if what == "time" else "too much memory"
-        return RenderedChat(error=f"The chat template took {limit}.", parameter="chat_template", over_limit=True)
+        return RenderedChat(error=f"The chat template took {limit}.", parameter="chat_template")
 
 
 class _TemplateProcess:

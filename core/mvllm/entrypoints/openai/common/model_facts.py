@@ -39,7 +39,7 @@ def _facts(context: ServingContext) -> dict[str, Any]:
         "completion": config.kind.generates,
         "tools": has_template and renderer.tool_parser is not None,
         "reasoning": has_template and renderer.reasoning_parser is not None,
-        "embedding": not config.kind.generates,
+        "embedding": config.kind.is_embedder,
     }
     modalities = context.modalities
     return {
@@ -73,7 +73,7 @@ def read_examples(folder: Path, *, with_pictures: bool) -> list[str | list[dict[
             if depth > _MAX_DEPTH:
                 return []
         fields = yaml.safe_load(header)
-    except (yaml.YAMLError, ValueError):
+    except Exception:  # noqa: BLE001  (for a wrong tag, such as `!!bool maybe`, PyYAML raises KeyError and others)
         return []
     widgets = fields.get("widget") if isinstance(fields, Mapping) else None
     found = [_example(each) for each in widgets[:_MAX_EXAMPLES]] if isinstance(widgets, list) else []

@@ -364,11 +364,9 @@ def field_type_error(text: str, within: str = "") -> APIError:
         within: The field that has been converted; empty for the whole body.
     """
     match = _PATH.search(text)
-    if match is None:
-        return APIError(400, f"{within or 'The body'} is not acceptable: {text}.", param=within or None)
-    path = f"{within}{match[1]}" if within else match[1].lstrip(".")
-    field = re.split(r"[.\[]", path)[0]
-    reason = text[: match.start()]
+    reason, below = (text, "") if match is None else (text[: match.start()], match[1])
+    path = f"{within}{below}".lstrip(".") or "The body"
+    field = re.split(r"[.\[]", path)[0] if within or below else None
     types = _WRONG_TYPE.fullmatch(reason)
     if types is not None and {*types[1].split(" | "), types[2]} <= _TYPE_WORDS.keys():
         expected = [_TYPE_WORDS[each] for each in types[1].split(" | ")]

@@ -27,7 +27,12 @@ from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.requested_config import requested_config
 from mvllm.engine.metrics.prometheus import EngineCollector
 from mvllm.engine.metrics.tracing import Tracer
-from mvllm.entrypoints.chat_template import read_chat_template, read_special_tokens
+from mvllm.entrypoints.chat_template import (
+    check_chat_template,
+    read_chat_template,
+    read_special_tokens,
+    template_file,
+)
 from mvllm.entrypoints.event_loop import run_in_event_loop
 from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
@@ -96,6 +101,8 @@ def run_server(
     def load() -> AsyncLLM:
         config = requested_config(args)
         trial.start(config.model.tokenizer)
+        if settings.chat_template is None:
+            check_chat_template(Path(str(config.model.tokenizer)), render=False)
         return AsyncLLM(config)
 
     return run_in_event_loop(APIServer(load, args.model, settings, listener, parent, trial).run())
@@ -285,12 +292,12 @@ class APIServer:
         """Renders a short conversation with the chat template.
 
         Raises:
-            ModelError: The template takes too much time or memory.
+            ModelError: The template takes too much time or memory, or cannot work.
         """
         folder, given = Path(str(engine.model_config.tokenizer)), self._settings.chat_template
         template = given or read_chat_template(folder)
         if template is not None:
-            source = "--chat-template" if given else str(folder)
+            source = "of --chat-template" if given else str(template_file(folder))
             await self._chat_template_renderer.check(template, read_special_tokens(folder), source)
 
     def _collect_metrics(self) -> ServerMetricsSnapshot | None:

@@ -42,6 +42,7 @@ from mvllm.entrypoints.openai.server.tracing_middleware import TracingMiddleware
 from mvllm.entrypoints.openai.server.web_pages import docs_page, playground_page
 from mvllm.entrypoints.root_plugins import api_formats, is_root_plugin, loaded_plugins, log_failures, root_plugins
 
+_NO_QUALITY = {"q=0", "q=0.0", "q=0.00", "q=0.000"}
 _RUNNING = "mvllm is running."
 _WHERE_DOCS_ARE = "Its routes are described at /docs, and /openapi.json."
 
@@ -200,6 +201,12 @@ def _root_text(lines: Iterable[str | None], *, has_docs: bool) -> str:
     return "\n".join([*first, f"{_RUNNING} {_WHERE_DOCS_ARE}" if has_docs else _RUNNING, ""])
 
 
+def _accepts_html(accept: str) -> bool:
+    """Whether a header `Accept` names `text/html`, with a quality above 0."""
+    kinds = [each.replace(" ", "").split(";") for each in accept.lower().split(",")]
+    return any(kind == "text/html" and not _NO_QUALITY.intersection(more) for kind, *more in kinds)
+
+
 def _pages(document: Callable[[], dict[str, Any]], text: str, *, has_docs: bool) -> APIRouter:
     """The routes for people: the page at `/`, and the description of the API.
 
@@ -215,8 +222,10 @@ def _pages(document: Callable[[], dict[str, Any]], text: str, *, has_docs: bool)
         return document()
 
     async def root(request: Request) -> Response:
-        accepts_pages = "text/html" in request.headers.get("accept", "")
-        return playground_page() if has_docs and accepts_pages else PlainTextResponse(text)
+        is_page = has_docs and _accepts_html(",".join(request.headers.getlist("accept")))
+        response = playground_page() if is_page else PlainTextResponse(text)
+        response.headers["vary"] = "Accept"  # for caches
+        return response
 
     pages = APIRouter()
     pages.add_api_route("/", root, include_in_schema=False)

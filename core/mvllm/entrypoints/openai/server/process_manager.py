@@ -21,6 +21,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -37,6 +38,7 @@ from mvllm.engine.process.launch import ChildProcess, failing_together
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection, as_engine_dead_error
 from mvllm.engine.process.message_socket import MessageSocket, message_socket_pair
 from mvllm.engine.process.zmq_channel import new_address
+from mvllm.entrypoints.chat_template import check_chat_template
 from mvllm.entrypoints.openai.server.api_server import log_listening
 from mvllm.entrypoints.openai.server.api_server_proc import (
     APIServerProcess,
@@ -102,6 +104,8 @@ class _ProcessManager:
         self._phases = StartupTimer()
         config = requested_config(args)
         check_config(config)
+        if settings.chat_template is None:
+            check_chat_template(Path(str(config.model.tokenizer)), render=False)
         with self._phases.phase("platform"):
             chosen = choose_platform(config.platform)
         logger.info("Platform %s: %s.", chosen, chosen.reason)

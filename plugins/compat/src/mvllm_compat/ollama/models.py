@@ -112,14 +112,16 @@ def model_details(config: ModelConfig | None, size: int, parent: str | None) -> 
 def capabilities(context: ServingContext) -> list[str]:
     """What the model can do, in Ollama's words. Its clients send images to models with `vision` only."""
     kind, renderer = context.engine.model_config.kind, context.prompt_renderer
-    found = ["completion"] if kind.generates else []
-    if kind.generates and renderer.tool_parser is not None:
+    if not kind.generates:
+        return ["embedding"] if kind.is_embedder else []
+    found = ["completion"]
+    if renderer.tool_parser is not None:
         found.append("tools")
-    if kind.generates and renderer.reasoning_parser is not None:
+    if renderer.reasoning_parser is not None:
         found.append("thinking")
-    if kind.generates and "image" in context.modalities:
+    if "image" in context.modalities:
         found.append("vision")
-    return found if kind.generates else [*found, "embedding"]
+    return found
 
 
 def _with_tag(name: str) -> str:

@@ -21,7 +21,16 @@ from typing import Any
 
 import yaml
 
-from mvllm.extension_api import ConfigError, MvllmError, install_command
+try:
+    from mvllm.extension_api import ConfigError, MvllmError, install_command
+except ModuleNotFoundError as e:
+    if e.name != "mvllm.extension_api":
+        raise
+    sys.exit(  # the module is imported by the command, which has nobody else to tell
+        "mvllm-ray belongs to the inference engine mvllm, but the package mvllm of this environment is another "
+        "project's, which has this name on the public package index. Make a new environment, and install the engine "
+        "there as its page docs/how-to/install.md says."
+    )
 from mvllm_ray.serve.settings import AppSettings, read_settings
 
 

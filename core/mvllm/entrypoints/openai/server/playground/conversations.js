@@ -8,7 +8,7 @@
    partial     the answer is being generated, or was when the page was closed
    stopped     the user has stopped it
    error       why there is no answer, or not all of it
-   lost        its pictures did not fit into the storage */
+   lost        its attachments did not fit into the storage */
 
 const CONVERSATION = "mvllm.conversation.";
 
@@ -16,13 +16,13 @@ const newConversation = model =>
   ({ id: Date.now().toString(36) + Math.random().toString(36).slice(2, 8), title: "", model, updated: Date.now(), messages: [] });
 
 function readStored(name) {
-  try { return JSON.parse(localStorage.getItem(name)) } catch { return null }
+  try { return JSON.parse(local.getItem(name)) } catch { return null }
 }
 
 /* All conversations, the newest first. */
 function storedConversations() {
-  const found = Object.keys(localStorage).filter(name => name.startsWith(CONVERSATION)).map(readStored);
-  return found.filter(each => each && Array.isArray(each.messages)).sort((a, b) => b.updated - a.updated);
+  const found = Object.keys(local).filter(name => name.startsWith(CONVERSATION)).map(readStored);
+  return found.filter(each => Array.isArray(each?.messages) && each.messages.every(message => message?.content !== undefined)).sort((a, b) => b.updated - a.updated);
 }
 
 const textOf = content => typeof content === "string" ? content : content.filter(part => part.type === "text").map(part => part.text).join("\n");
@@ -33,19 +33,16 @@ function withoutAttachments(conversation) {
   return { ...conversation, messages: conversation.messages.map(cut) };
 }
 
-/* Stores a conversation, without its pictures if there is no room for them. Returns whether it could. */
+/* Stores a conversation, without its attachments if there is no room for them. Returns whether it could. */
 function store(conversation) {
-  for (const each of [conversation, withoutAttachments(conversation)]) {
-    try { localStorage.setItem(CONVERSATION + conversation.id, JSON.stringify(each)); return true } catch { /* it is full, or not permitted */ }
-  }
-  return false;
+  return [conversation, withoutAttachments(conversation)].some(each => keep(local, CONVERSATION + conversation.id, JSON.stringify(each)));
 }
 
-const remove = conversation => localStorage.removeItem(CONVERSATION + conversation.id);
+const remove = conversation => local.removeItem(CONVERSATION + conversation.id);
 
 const titleOf = conversation => {
   const first = conversation.messages.find(message => message.role === "user");
-  return conversation.title || (first && textOf(first.content).trim().slice(0, 60)) || (first ? "Picture" : "New conversation");
+  return conversation.title || (first && textOf(first.content).trim().slice(0, 60)) || (first ? "Attachment" : "New conversation");
 };
 
 /* The messages of a request. Questions without an answer are left out, since models expect turns; the last one stays. */

@@ -10,7 +10,7 @@ const ABOUT_A_PICTURE = "What is in the picture?";
 const SAMPLE_RATE = 16000, WAV_HEADER = 44;
 const answering = new Map();  // by id, the conversations that are being answered: {asked, controller}
 const boxes = new Map();  // elements of the shown messages
-let conversation = newConversation(""), cards = [], attachments = [], recorder = null, phase = null;
+let conversation = newConversation(""), cards = [], attachments = [], recorder = null, phase = null, leaves = false;
 
 const card = () => cards.find(each => each.id === $("model").value);
 const can = capability => !card()?.capabilities || card().capabilities.includes(capability);
@@ -71,7 +71,7 @@ function drawMessage(message) {
   if (message.error) make("div", box, message.error).className = "error";
   if (message.partial && busy) return;
   const foot = make("footer", box);
-  const note = message.note ?? (message.stopped ? "stopped" : message.partial ? "broken off" : message.lost ? "its pictures did not fit into the browser's storage" : "");
+  const note = message.note ?? (message.stopped ? "stopped" : message.partial ? "broken off" : message.lost ? "its attachments did not fit into the browser's storage" : "");
   if (note) make("span", foot, note);
   if (text) copyButton(foot, () => text).setAttribute("aria-label", "Copy the message");
   if (message.role === "assistant" && last) button(foot, "Retry", retry).setAttribute("aria-label", "Retry: generate this answer again");
@@ -98,7 +98,8 @@ function showEmpty() {
   empty.id = "empty";
   if (!cards.length) return make("p", empty, phase === "loading" ? "The model is being loaded." : "");
   if (!can("chat")) {
-    const other = can("completion") ? "It has no chat template. POST /v1/completions continues text with it." : "It makes embeddings: POST /v1/embeddings.";
+    const other = can("completion") ? "It has no chat template. POST /v1/completions continues text with it."
+      : can("embedding") ? "It makes embeddings: POST /v1/embeddings." : "It classifies or ranks texts: POST /classify, /v1/score or /v1/rerank.";
     return make("p", empty, `The model ${$("model").value} does not chat. ${other}`);
   }
   const state = card()?.status?.value;
@@ -132,7 +133,9 @@ function showAbilities() {
 
 function save() {
   if (!conversation.messages.length) return;
-  if (!store(conversation)) announce("The browser does not store this conversation: its storage is full, or not permitted.");
+  const stored = store(conversation) && !(local instanceof PageStorage);
+  $("stored").textContent = stored ? "Stored in this browser only." : "Not stored: the browser's storage is full, or not permitted.";
+  if (!stored) announce($("stored").textContent);
   showList();
 }
 
@@ -173,7 +176,7 @@ function edit() {
 const duration = ms => ms < 2000 ? Math.round(ms) + " ms" : (ms / 1000).toFixed(1) + " s";
 
 function requestBody(asked) {
-  const body = { model: asked.model, messages: turns(asked, $("system").value.trim()), stream: true, stream_options: { include_usage: true } };
+  const body = { model: asked.model || undefined, messages: turns(asked, $("system").value.trim()), stream: true, stream_options: { include_usage: true } };
   for (const name of NUMBERS) if ($(name).value !== "") body[name] = Number($(name).value);
   if (!$("reasoning-label").hidden && $("reasoning_effort").value) body.reasoning_effort = $("reasoning_effort").value;
   return body;
@@ -189,7 +192,7 @@ async function answer() {
   save();
   showConversation();
   announce("The model answers.");
-  let first = 0, usage = null, drawing = null, stored = begun;
+  let first = 0, usage = null, reason = null, drawing = null, stored = begun;
   const draw = () => {
     drawing = null;
     const follows = isAtEnd();
@@ -200,12 +203,14 @@ async function answer() {
   try {
     for await (const piece of streamChat(body, controller.signal)) {
       usage = piece.usage ?? usage;
+      reason = piece.finish_reason ?? reason;
       if (piece.content || piece.reasoning) first ||= performance.now();
       if (piece.reasoning) message.reasoning = (message.reasoning ?? "") + piece.reasoning;
       if (piece.content) message.content += piece.content;
       drawing ??= setTimeout(draw, 40 + message.content.length / 100);
     }
   } catch (error) {
+    if (leaves) return;  // the browser ends requests of a page that is closed
     if (error.name === "AbortError") message.stopped = true;
     else message.error = error instanceof ServerError ? error.message : "The server cannot be reached.";
   }
@@ -214,6 +219,7 @@ async function answer() {
   if (usage && first) {
     const seconds = Math.max((performance.now() - first) / 1000, 1e-3), rate = (usage.completion_tokens / seconds).toFixed(0);
     message.note = `${usage.completion_tokens} tokens, the first after ${duration(first - begun)}, then ${rate} tokens/s`;
+    if (reason === "length") message.note += ", cut off at the limit of tokens";
   }
   answering.delete(asked.id);
   if (storedConversations().some(each => each.id === asked.id)) store(asked);  // unless it has been deleted
@@ -234,7 +240,7 @@ const current = each => each.id === conversation.id ? conversation : answering.g
 
 function openConversation(next) {
   conversation = next;
-  sessionStorage.setItem(SHOWN_KEY, next.id);
+  keep(session, SHOWN_KEY, next.id);
   if (isNarrow()) showSide(false);
   showConversation();
   if (!isNarrow()) $("text").focus();
@@ -317,7 +323,14 @@ async function toWav(recording) {
 }
 
 async function record() {
+  const failed = error => {
+    recorder = null;
+    $("record").textContent = "No recording";
+    $("record").title = navigator.mediaDevices ? error.message : "Browsers give a page the microphone only over HTTPS, or on this machine.";
+    announce($("record").title);
+  };
   if (recorder) return recorder.stop();
+  $("record").disabled = true;
   try {
     const stream = await navigator.mediaDevices.getUserMedia({ audio: true }), pieces = [];
     recorder = new MediaRecorder(stream);
@@ -326,24 +339,20 @@ async function record() {
       stream.getTracks().forEach(track => track.stop());
       recorder = null;
       $("record").textContent = "Voice";
-      await attach([await toWav(new Blob(pieces))]);
+      await toWav(new Blob(pieces)).then(file => attach([file])).catch(failed);
     };
     recorder.start();
     $("record").textContent = "End recording";
-  } catch (error) {
-    recorder = null;
-    $("record").textContent = "No microphone";
-    $("record").title = navigator.mediaDevices ? error.message : "Browsers give a page the microphone only over HTTPS, or on this machine.";
-    announce($("record").title);
-  }
+  } catch (error) { failed(error) }
+  $("record").disabled = false;
 }
 
 /* The state of the server */
 
 async function listModels(asks) {
-  const answer = await request("/v1/models", {}, asks);
+  const answer = await request("v1/models", {}, asks);
   if (!answer.ok) throw new ServerError(await failure(answer));
-  const before = JSON.stringify(cards), chosen = $("model").value || conversation.model || localStorage.getItem(MODEL_KEY);
+  const before = JSON.stringify(cards), chosen = $("model").value || conversation.model || local.getItem(MODEL_KEY);
   cards = (await answer.json()).data;
   if (JSON.stringify(cards) === before) return;
   $("model").replaceChildren();
@@ -363,7 +372,7 @@ function showState(name, text) {
 
 async function look(asks) {
   try {
-    const answer = await request("/load", {}, asks), load = answer.ok ? await answer.json() : {};
+    const answer = await request("load", {}, asks), load = answer.ok ? await answer.json() : {};
     const changed = phase !== load.phase;
     phase = load.phase;
     showState("phase", load.phase ?? "-");
@@ -376,14 +385,14 @@ async function look(asks) {
     if (changed || !cards.length) await listModels(asks);
   } catch (error) {
     phase = null;
-    showState("phase", error instanceof ServerError ? "no key" : "away");
+    if (error instanceof KeyError || !(error instanceof ServerError)) showState("phase", error instanceof KeyError ? "no key" : "away");
   }
   setTimeout(look, document.hidden ? 5000 : 1000, false);
 }
 
 /* Settings */
 
-function openSettings() { $("change-key").hidden = !sessionStorage.getItem(KEY) && phase !== null; $("settings").showModal() }
+function openSettings() { $("change-key").hidden = !session.getItem(KEY) && phase !== null; $("settings").showModal() }
 
 function readSettings() {
   const stored = readStored(SETTINGS_KEY) ?? {};
@@ -391,7 +400,7 @@ function readSettings() {
 }
 
 function settingsChanged() {
-  try { localStorage.setItem(SETTINGS_KEY, JSON.stringify(Object.fromEntries(SETTINGS.map(name => [name, $(name).value])))) } catch { /* not permitted */ }
+  keep(local, SETTINGS_KEY, JSON.stringify(Object.fromEntries(SETTINGS.map(name => [name, $(name).value]))));
   showAbilities();
 }
 
@@ -419,17 +428,21 @@ document.addEventListener("keydown", event => {
 $("attach").addEventListener("click", () => $("file").click());
 $("file").addEventListener("change", async () => { await attach($("file").files); $("file").value = ""; $("text").focus() });
 $("record").addEventListener("click", record);
-$("text").addEventListener("paste", event => { if (event.clipboardData.files.length) { event.preventDefault(); attach(event.clipboardData.files) } });
+$("text").addEventListener("paste", event => {
+  const { files } = event.clipboardData;
+  if (files.length && !event.clipboardData.getData("text")) { event.preventDefault(); attach(files) }  // office programs offer text as a picture, too
+});
 for (const name of ["dragover", "dragleave", "drop"]) document.body.addEventListener(name, event => {
+  if (!event.dataTransfer.types.includes("Files")) return;
   event.preventDefault();
   document.body.classList.toggle("over", name === "dragover" && (takes("image") || takes("audio")));
   if (name === "drop") attach(event.dataTransfer.files);
 });
 $("model").addEventListener("focus", () => listModels(false).catch(() => {}));
 $("model").addEventListener("change", () => {
-  try { localStorage.setItem(MODEL_KEY, $("model").value) } catch { /* not permitted */ }
+  keep(local, MODEL_KEY, $("model").value);
   conversation.model = $("model").value;
-  if (!takes("image") && !takes("audio")) setAttachments([]);
+  setAttachments(attachments.filter(part => takes(part.type === "image_url" ? "image" : "audio")));
   if (conversation.messages.length) showAbilities(); else showConversation();
 });
 $("new").addEventListener("click", () => { setAttachments([]); openConversation(newConversation($("model").value)) });
@@ -443,14 +456,19 @@ $("change-key").addEventListener("click", async () => {
   $("settings").close();
   if (await askForKey("The key for this server.")) await listModels().catch(() => {});
 });
-addEventListener("storage", event => { if (event.key?.startsWith(CONVERSATION)) showList() });
-addEventListener("pagehide", () => { if (answering.has(conversation.id)) store(conversation) });
+addEventListener("storage", event => {  // another tab has changed something
+  if (!event.key?.startsWith(CONVERSATION)) return;
+  const changed = event.newValue && event.key === CONVERSATION + conversation.id && readStored(event.key);
+  if (changed && !answering.has(changed.id) && !changed.messages.at(-1)?.partial) { conversation = changed; showConversation() } else showList();
+});
+addEventListener("pagehide", () => { leaves = true; for (const { asked } of answering.values()) store(asked) });
+addEventListener("pageshow", event => { if (event.persisted) location.reload() });
 
 narrow.addEventListener("change", () => showSide(!isNarrow()));
 readSettings();
 showSide(!isNarrow());
-conversation = storedConversations().find(each => each.id === sessionStorage.getItem(SHOWN_KEY)) ?? conversation;
-sessionStorage.setItem(SHOWN_KEY, conversation.id);
+conversation = storedConversations().find(each => each.id === session.getItem(SHOWN_KEY)) ?? conversation;
+keep(session, SHOWN_KEY, conversation.id);
 showConversation();
 look(true);
 if (!matchMedia("(pointer: coarse)").matches) $("text").focus();

@@ -6,6 +6,25 @@ const $ = id => document.getElementById(id);
 let asking = null;
 
 class ServerError extends Error {}
+class KeyError extends ServerError {}
+
+/* Stands in for a storage that the browser does not permit, until the page is closed. */
+class PageStorage {
+  getItem(name) { return this[name] ?? null }
+  setItem(name, value) { this[name] = value }
+  removeItem(name) { delete this[name] }
+}
+
+function storageOf(name) {
+  try { return window[name] ?? new PageStorage() } catch { return new PageStorage() }
+}
+
+const local = storageOf("localStorage"), session = storageOf("sessionStorage");
+
+/* Stores a string, and returns whether the browser could: its storage may be full. */
+function keep(storage, name, value) {
+  try { storage.setItem(name, value); return true } catch { return false }
+}
 
 /* What the server says about a response that failed. */
 async function failure(answer) {
@@ -18,34 +37,30 @@ async function failure(answer) {
 /* Shows the dialog for the key. Resolves to whether there is a new one. */
 function askForKey(text) {
   asking ??= new Promise(resolve => {
-    const dialog = $("key-dialog"), form = $("key-form");
+    const dialog = $("key-dialog");
+    let hasKey = false;
     $("key-text").textContent = text;
     $("key").value = "";
-    const end = hasKey => {
-      form.onsubmit = dialog.oncancel = $("cancel-key").onclick = asking = null;
-      dialog.close();
-      resolve(hasKey);
-    };
-    form.onsubmit = event => { event.preventDefault(); sessionStorage.setItem(KEY, $("key").value.trim()); end(true) };
-    dialog.oncancel = event => { event.preventDefault(); end(false) };
-    $("cancel-key").onclick = () => end(false);
+    $("key-form").onsubmit = event => { event.preventDefault(); hasKey = keep(session, KEY, $("key").value.trim()); dialog.close() };
+    $("cancel-key").onclick = () => dialog.close();
+    dialog.onclose = () => { asking = null; resolve(hasKey) };
     dialog.showModal();
     $("key").focus();
   });
   return asking;
 }
 
-/* fetch() with the key. With `asks`, a response that says that the key is missing or wrong opens the dialog. */
+/* fetch() with the key, of a path beside that of the page, which a proxy may have put below a prefix. With `asks`, a response that says that the key is missing or wrong opens the dialog. */
 async function request(path, settings = {}, asks = true) {
   for (;;) {
-    const key = sessionStorage.getItem(KEY), headers = { ...settings.headers };
+    const key = session.getItem(KEY), headers = { ...settings.headers };
     if (key) headers.Authorization = "Bearer " + key;
     const answer = await fetch(path, { ...settings, headers });
     if (answer.status !== 401) return answer;
-    const text = await failure(answer);
-    if (key !== sessionStorage.getItem(KEY)) continue;  // another request has asked in the meantime
-    sessionStorage.removeItem(KEY);
-    if (!asks || !await askForKey(key ? "The server does not accept this key. " + text : "This server needs an API key.")) throw new ServerError(text);
+    if (key !== session.getItem(KEY)) continue;  // another request has asked in the meantime
+    session.removeItem(KEY);
+    const why = key ? "The server does not accept this key." : "This server needs an API key.";
+    if (!asks || !await askForKey(why)) throw new KeyError(why);
   }
 }
 
@@ -65,14 +80,14 @@ async function* events(answer) {
   }
 }
 
-/* The pieces of an answer: objects with `content` or `reasoning`, and at the end `usage`. */
+/* The pieces of an answer: objects with `content` or `reasoning`, and at the end `finish_reason` and `usage`. */
 async function* streamChat(body, signal) {
   const settings = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal };
-  const answer = await request("/v1/chat/completions", settings);
+  const answer = await request("v1/chat/completions", settings);
   if (!answer.ok) throw new ServerError(await failure(answer));
   for await (const event of events(answer)) {
     if (event.error) throw new ServerError(event.error.message);
     if (event.usage) yield { usage: event.usage };
-    if (event.choices?.length) yield event.choices[0].delta;
+    for (const { delta, finish_reason } of event.choices ?? []) yield { ...delta, finish_reason };
   }
 }
