@@ -80,7 +80,7 @@ class CausalLM(nn.Module, ABC):
                 f"{config.architecture} does not support here. Use a checkpoint whose layers have the same settings."
             )
         self.config = config
-        self.stage = PipelineStage.for_rank(config.num_layers, ctx.pp)
+        self.stage = self._make_stage(ctx)
         self.scores: nn.Module | None = None
         self.item_encoder: ItemEncoder | None = None
         self.tied_names: tuple[str, str] | None = None
@@ -247,6 +247,10 @@ class CausalLM(nn.Module, ABC):
     def ties_head(self) -> bool:
         """Whether the head is the token embedding."""
         return bool(self.config.hf_config.get("tie_word_embeddings", self.ties_embeddings_by_default))
+
+    def _make_stage(self, ctx: BuildContext) -> PipelineStage:
+        """The layers of this rank. Called while the model is built."""
+        return PipelineStage.for_rank(self.config.num_layers, ctx.pp)
 
     def _build_embedding(self, ctx: BuildContext, name: str, size: int) -> VocabEmbedding | None:
         return VocabEmbedding(ctx, name, self.config.vocab_size, size) if self.stage.is_first else None
