@@ -1,8 +1,8 @@
 """Multi-token-prediction (MTP) modules of a checkpoint: whether it has any, and whether they are used by default.
 
-    Architecture.mtp of the family's record   which class, which names, which key of config.json
-    config.json                               how many modules the checkpoint has
-    names of the checkpoint's tensors         whether it really has them: quantized copies often leave them out
+Architecture.mtp of the family's record   which class, which names, which key of config.json
+config.json                               how many modules the checkpoint has
+names of the checkpoint's tensors         whether it really has them: quantized copies often leave them out
 """
 
 from __future__ import annotations

@@ -9,4 +9,13 @@ from mvllm.worker.spec_decode.proposer import DraftStep as DraftStep
 from mvllm.worker.spec_decode.proposer import Proposer as Proposer
 from mvllm.worker.spec_decode.proposer import ProposerContext as ProposerContext
 
-__all__ = ["DraftHead", "DraftStep", "HeadProposer", "MTPHead", "MTPNames", "Proposer", "ProposerContext", "TokenHistory"]
+__all__ = [
+    "DraftHead",
+    "DraftStep",
+    "HeadProposer",
+    "MTPHead",
+    "MTPNames",
+    "Proposer",
+    "ProposerContext",
+    "TokenHistory",
+]

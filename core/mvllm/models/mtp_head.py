@@ -70,9 +70,10 @@ class MTPNames:
         return replace(self, **named, copies=tuple(name.format(layer=layer) for name in self.copies))
 
     @property
-    def modules(self) -> tuple[str, ...]:
-        """All modules but those of the layer."""
-        return (*filter(None, (self.embedding_norm, self.hidden_norm, self.projection, self.norm)), *self.copies)
+    def prefixes(self) -> tuple[str, ...]:
+        """Prefixes of the names of all tensors but those of the layer."""
+        modules = self.embedding_norm, self.hidden_norm, self.projection, self.norm, *self.copies
+        return tuple(f"{module}." for module in modules if module is not None)
 
 
 NEXTN_NAMES = MTPNames(
@@ -176,16 +177,17 @@ class MTPHead(DraftHead, LlamaForCausalLM):
 
     def ignores(self, name: str) -> bool:
         """Also all tensors of the model's layers, and those that the served model shares."""
-        names = self._names
-        if name.startswith(tuple(f"{copy}." for copy in names.copies)):
+        if name.startswith(tuple(f"{copy}." for copy in self._names.copies)):
             return True
-        is_own = name.startswith(tuple(f"{module}." for module in (*names.modules, f"model.layers.{self.stage.first}")))
+        is_own = name.startswith((*self._names.prefixes, f"model.layers.{self.stage.first}."))
         return not is_own or super().ignores(name)
 
     def model_name(self, name: str) -> str:
         """The layer's modules as the family's class names them."""
         name, theirs = super().model_name(name), self._names.layer
-        return f"model.layers.{self.stage.first}{name.removeprefix(theirs)}" if name.startswith(f"{theirs}.") else name
+        if not name.startswith(f"{theirs}.") or name.startswith(self._names.prefixes):
+            return name
+        return f"model.layers.{self.stage.first}{name.removeprefix(theirs)}"
 
     @classmethod
     def checkpoint_names(cls, name: str) -> tuple[str, ...]:
