@@ -1,4 +1,4 @@
-"""The multi-token-prediction modules of Qwen3-Next and Qwen3.5: a layer with attention, whatever the model's last is."""
+"""The multi-token-prediction modules of Qwen3-Next and Qwen3.5: a layer with attention and gated heads."""
 
 from __future__ import annotations
 
