@@ -8,6 +8,8 @@ transformers leaves these modules out. So a module is made of a second model of 
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import tempfile
 from collections.abc import Callable, Mapping
@@ -20,7 +22,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from mvllm.config.mtp import mtp_heads
+from mvllm.layers.context import BuildContext
+from mvllm.layers.quantization.registry import quantization_method
+from mvllm.models.mtp_head import MTPHead
+from mvllm.models.weight_loader import load_weights
 from tests.helpers.model_zoo import ZOO, make_tokenizer, model_of
+from tests.helpers.paged_driver import make_context, read_config
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,8 @@ MTP_ZOO: dict[str, MTPEntry] = {
     "qwen3next": MTPEntry("qwen3next", _MTP, _FULL, {}),
     "qwen35": MTPEntry("qwen35", _MTP, _FULL, {"mtp_num_hidden_layers": 1}),
     "qwen35moe": MTPEntry("qwen35moe", _MTP, _FULL, {"mtp_num_hidden_layers": 1}),
+    "qwen35moe-text": MTPEntry("qwen35moe-text", _MTP, _FULL, {"mtp_num_hidden_layers": 1}),
+    "qwen35-text-tied": MTPEntry("qwen35-text-tied", _MTP, _FULL, {"mtp_num_hidden_layers": 1}),
     "exaonemoe": MTPEntry("exaonemoe", _MTP, {"mlp_layer_types": ["dense"], "layer_types": ["sliding_attention"]}),
     "exaonemoe-full": MTPEntry(
         "exaonemoe",
@@ -212,3 +222,14 @@ def predict_from_the_last_token(reference: MTPReference) -> None:
         reference.projection.copy_(torch.cat((identity, other), dim=1))
         weight = reference.embedding_norm.weight
         weight.fill_(float(not (type(reference.embedding_norm)(size).weight == 0).all()))
+
+
+def load_head(folder: Path, ctx: BuildContext | None = None) -> MTPHead:
+    """The module of a checkpoint as the engine loads it."""
+    config = read_config(folder)
+    ctx = dataclasses.replace(ctx or make_context(), quantization=quantization_method(config))
+    module, _, name = mtp_heads(config)[0].head.partition(":")
+    head: MTPHead = getattr(importlib.import_module(module), name)(config, ctx)
+    load_weights(head, folder, use_tqdm=False)
+    head.after_load()
+    return head
