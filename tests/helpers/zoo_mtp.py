@@ -209,19 +209,24 @@ class MTPReference:
         return found
 
 
-def predict_from_the_last_token(reference: MTPReference) -> None:
-    """Zeroes what the layers add to the residual stream: model and module both predict from the last token alone."""
+def predict_from_the_last_token(reference: MTPReference, noise: float = 0.0) -> None:
+    """Scales down what layers add to the residual stream, to nothing by default: then model and module both predict from
+    the last token alone."""
     with torch.no_grad():
         for name, parameter in (*reference.model.named_parameters(), *reference.second.named_parameters()):
             if name.endswith(("o_proj.weight", "out_proj.weight")) or "down_proj" in name:
-                parameter.zero_()
+                parameter *= noise
         reference.second.model.norm.load_state_dict(reference.model.model.norm.state_dict())
-        size = reference.projection.shape[0]
-        identity = torch.eye(size) if not reference.form.hidden_first else torch.zeros(size, size)
-        other = torch.zeros(size, size) if not reference.form.hidden_first else torch.eye(size)
-        reference.projection.copy_(torch.cat((identity, other), dim=1))
-        weight = reference.embedding_norm.weight
-        weight.fill_(float(not (type(reference.embedding_norm)(size).weight == 0).all()))
+        size, order = reference.projection.shape[0], -1 if reference.form.hidden_first else 1
+        parts = [torch.eye(size), torch.zeros(size, size)][::order]
+        reference.projection.copy_(torch.cat(parts, dim=1) + noise * reference.projection)
+        default = type(reference.embedding_norm)(size).weight
+        reference.embedding_norm.weight.copy_(default)
+
+
+def nearly_agree(reference: MTPReference) -> None:
+    """Model and module often predict the same token."""
+    predict_from_the_last_token(reference, 0.05)
 
 
 def load_head(folder: Path, ctx: BuildContext | None = None) -> MTPHead:
