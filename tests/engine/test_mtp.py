@@ -240,12 +240,12 @@ def test_an_update_without_the_module_is_refused_where_it_must_be_whole(tmp_path
     folder = shutil.copytree(reference("mimo").folder, tmp_path / "without")
     drop_tensors(folder, "model.mtp_layers.")
     with engine(reference("mimo").folder, **mtp(1)) as llm:
-        with pytest.raises(RequestError, match="nothing was written. The weights in .* are not those of MiMoMTP"):
+        with pytest.raises(RequestError, match=r"nothing was written. The weights in .* are not those of MiMoMTP"):
             llm.update_weights(path=folder)
         llm.update_weights(tensors=tensors_of(folder))
 
 
-# -------------------------------------------------------------------------------------------------------------- settings
+# ------------------------------------------------------------------------------------------------------------- settings
 
 
 def drop_tensors(folder: Path, prefix: str) -> None:

@@ -210,7 +210,7 @@ class MTPReference:
 
 
 def predict_from_the_last_token(reference: MTPReference, noise: float = 0.0) -> None:
-    """Scales down what layers add to the residual stream, to nothing by default: then model and module both predict from
+    """Scales down what layers add to the residual stream. By default they add nothing: model and module both predict from
     the last token alone."""
     with torch.no_grad():
         for name, parameter in (*reference.model.named_parameters(), *reference.second.named_parameters()):
