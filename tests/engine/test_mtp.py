@@ -166,7 +166,7 @@ def test_random_engines_and_requests_give_the_outputs_without_drafts(seed: int, 
         settings |= ranks | rng.choice([{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}])
     with engine(folder) as llm:
         expected = run(llm, prompts, wanted)
-    has_states = name.startswith("qwen3")
+    has_states = name.startswith(("qwen3", "nemotronh"))
     if rng.random() < 0.5 and not has_states:
         with engine(folder, **settings) as llm:
             num_blocks = llm.llm_engine.cache_summary.blocks_per_request + rng.choice([0, 2])

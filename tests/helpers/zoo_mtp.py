@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ class MTPEntry:
     Attributes:
         model: The key of ZOO.
         form: The module's names.
-        layer: Settings of the second model, of one layer, that differ from the model's.
+        layer: Settings of the second model, of one layer by default, that differ from the model's.
         config: Keys of config.json that differ from those of the model.
     """
 
@@ -104,12 +105,32 @@ MTP_ZOO: dict[str, MTPEntry] = {
         {"num_nextn_predict_layers": 1, "mtp_layer_types": ["full_attention"]},
     ),
     "ernie45moe": MTPEntry("ernie45moe", _ERNIE, {"moe_layer_start_index": 1}),
+    "nemotronh": MTPEntry(
+        "nemotronh",
+        Form(
+            "mtp.layers.{layer}",
+            *(f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj")),
+            norm="mtp.layers.1.final_layernorm",
+        ),
+        {"layers_block_type": ["full_attention", "moe"], "num_hidden_layers": 2},
+        {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
+    ),
     "mimo": MTPEntry(
         "qwen2",
         _MIMO,
         config={"num_nextn_predict_layers": 1, "model_type": "mimo", "architectures": ["MiMoForCausalLM"]},
     ),
 }
+
+
+_OF_LAYER = re.compile(r"(?:model|backbone)\.layers\.(\d+)(?=\.)")
+_LAST_NORM = re.compile(r"(model|backbone)\.norm(_f)?\.weight")
+
+
+def last_norm(model: PreTrainedModel) -> nn.Module:
+    """The norm before the model's head."""
+    found: nn.Module = getattr(model.model, "norm", None) or model.model.norm_f
+    return found
 
 
 class MTPReference:
@@ -136,14 +157,15 @@ class MTPReference:
         self.second = model_of(type(config)(**values), seed=seed + 17)
         size, generator = config.hidden_size, torch.Generator().manual_seed(seed + 29)
         self.projection = torch.randn(size, 2 * size, generator=generator) * (1.4 / (2 * size) ** 0.5)
-        norm = type(self.second.model.norm)
-        self.embedding_norm, self.hidden_norm = (norm(size, eps=config.rms_norm_eps) for _ in range(2))
+        norm = type(last_norm(self.second))
+        eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
+        self.embedding_norm, self.hidden_norm = (norm(size, eps=eps) for _ in range(2))
         offset = 0.0 if (norm(size).weight == 0).all() else 1.0
         with torch.no_grad():
             for module in (self.embedding_norm, self.hidden_norm):
                 module.weight.copy_(offset + 0.2 * torch.randn(size, generator=generator))
         if form.norm is None:
-            self.second.model.norm.load_state_dict(self.model.model.norm.state_dict())
+            last_norm(self.second).load_state_dict(last_norm(self.model).state_dict())
         if edit is not None:
             edit(self)
         self._save(entry, folder, config.num_hidden_layers)
@@ -164,9 +186,10 @@ class MTPReference:
             tensors = {name: t for name, t in zoo.edit_tensors(tensors).items() if not name.startswith("mtp.")}
         with tempfile.TemporaryDirectory() as scratch:
             for name, tensor in self._tensors_of(self.second, Path(scratch)).items():
-                if name.startswith("model.layers.0."):
-                    tensors[name.replace("model.layers.0", form.layer.format(layer=num_layers))] = tensor
-                elif name == "model.norm.weight" and form.norm is not None:
+                if match := _OF_LAYER.match(name):
+                    number = num_layers if form.layer.startswith("model.") else match[1]
+                    tensors[f"{form.layer.format(layer=number)}{name.removeprefix(match[0])}"] = tensor
+                elif _LAST_NORM.fullmatch(name) and form.norm is not None:
                     tensors[f"{form.norm.format(layer=num_layers)}.weight"] = tensor
         for module, tensor in (
             (form.embedding_norm, self.embedding_norm.weight),
@@ -201,7 +224,7 @@ class MTPReference:
         return first, self.model.lm_head(self._run(torch.cat((inputs, again)))[-1])
 
     def _inputs(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        parts = [self.embedding_norm(self.model.model.embed_tokens(ids)), self.hidden_norm(hidden)]
+        parts = [self.embedding_norm(self.model.get_input_embeddings()(ids)), self.hidden_norm(hidden)]
         return nn.functional.linear(torch.cat(parts[:: -1 if self.form.hidden_first else 1], dim=-1), self.projection)
 
     def _run(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -210,13 +233,13 @@ class MTPReference:
 
 
 def predict_from_the_last_token(reference: MTPReference, noise: float = 0.0) -> None:
-    """Scales down what layers add to the residual stream. By default they add nothing: model and module both predict from
-    the last token alone."""
+    """Scales down what layers add to the residual stream. By default they add nothing: model and module both predict
+    from the last token alone."""
     with torch.no_grad():
         for name, parameter in (*reference.model.named_parameters(), *reference.second.named_parameters()):
             if name.endswith(("o_proj.weight", "out_proj.weight")) or "down_proj" in name:
                 parameter *= noise
-        reference.second.model.norm.load_state_dict(reference.model.model.norm.state_dict())
+        last_norm(reference.second).load_state_dict(last_norm(reference.model).state_dict())
         size, order = reference.projection.shape[0], -1 if reference.form.hidden_first else 1
         parts = [torch.eye(size), torch.zeros(size, size)][::order]
         reference.projection.copy_(torch.cat(parts, dim=1) + noise * reference.projection)

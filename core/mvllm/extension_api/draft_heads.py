@@ -1,6 +1,7 @@
 """For packages with methods of speculative decoding: what runs on workers, see `mvllm.extension_api.proposers`."""
 
 from mvllm.models.draft_head import DraftHead as DraftHead
+from mvllm.models.mtp_head import LlamaMTPHead as LlamaMTPHead
 from mvllm.models.mtp_head import MTPHead as MTPHead
 from mvllm.models.mtp_head import MTPNames as MTPNames
 from mvllm.sampling.token_history import TokenHistory as TokenHistory

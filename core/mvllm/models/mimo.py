@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mvllm.models.mtp_head import MTPHead, MTPNames
+from mvllm.models.mtp_head import LlamaMTPHead, MTPNames
 from mvllm.models.qwen2 import Qwen2ForCausalLM
 
 
@@ -14,7 +14,7 @@ class MiMoForCausalLM(Qwen2ForCausalLM):
     ignored_names = re.compile(rf"^model\.mtp_layers\.|{Qwen2ForCausalLM.ignored_names.pattern}")
 
 
-class MiMoMTP(MTPHead, Qwen2ForCausalLM):
+class MiMoMTP(LlamaMTPHead, Qwen2ForCausalLM):
     """The multi-token-prediction module of `MiMoForCausalLM`."""
 
     names = MTPNames(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mvllm.families.deepseek.model import DeepseekV3ForCausalLM, DeepseekV32ForCausalLM
-from mvllm.models.mtp_head import MTPHead
+from mvllm.models.mtp_head import LlamaMTPHead
 
 
-class SparseMTPHead(MTPHead):
+class SparseMTPHead(LlamaMTPHead):
     """An MTP module with experts."""
 
     def is_dense(self, layer: int) -> bool:

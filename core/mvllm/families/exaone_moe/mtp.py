@@ -8,10 +8,10 @@ from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
 from mvllm.families.exaone_moe.model import ExaoneMoeForCausalLM
 from mvllm.models.llama import LlamaOptions
-from mvllm.models.mtp_head import MTP_NAMES, MTPHead
+from mvllm.models.mtp_head import MTP_NAMES, LlamaMTPHead
 
 
-class ExaoneMoeMTP(MTPHead, ExaoneMoeForCausalLM):
+class ExaoneMoeMTP(LlamaMTPHead, ExaoneMoeForCausalLM):
     """The MTP module of `ExaoneMoeForCausalLM`."""
 
     names = MTP_NAMES

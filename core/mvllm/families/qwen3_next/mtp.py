@@ -9,10 +9,10 @@ from mvllm.families.qwen3_next.qwen3_next import GatedAttention, Qwen3NextForCau
 from mvllm.layers.context import BuildContext
 from mvllm.layers.rotary import RotaryEmbedding
 from mvllm.models.llama import LlamaOptions
-from mvllm.models.mtp_head import MTP_NAMES, MTPHead
+from mvllm.models.mtp_head import MTP_NAMES, LlamaMTPHead
 
 
-class GatedMTPHead(MTPHead):
+class GatedMTPHead(LlamaMTPHead):
     """An MTP module with gated heads; with experts where the model has any."""
 
     names = MTP_NAMES
