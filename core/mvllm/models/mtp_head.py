@@ -11,6 +11,8 @@ Hidden p is that of the served model behind its last norm. The next draft token 
 its last norm in place of it. Every position is computed alike: the first one, too, reads an embedding. Embedding and
 output matrix are those of the served model. Copies of them that checkpoints have are not loaded.
 
+Whether a matrix is quantized follows from its tensors: config.json often does not mention modules.
+
 Of several modules in a checkpoint the first is loaded, and is used for every draft token.
 
 Sources: DeepSeek-V3 Technical Report, section 2.2; `deepseek_nextn.py` of SGLang; `*_mtp.py` of vLLM; for ERNIE
@@ -29,13 +31,14 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
+from mvllm.config.checkpoint_head import tensor_names
 from mvllm.config.model import ModelConfig
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.embedding import VocabEmbedding
 from mvllm.layers.linear import ReplicatedLinear
 from mvllm.layers.norm import Norm
 from mvllm.layers.pipeline_stage import PipelineStage
-from mvllm.layers.quantization.block_quantization import BlockQuantization
+from mvllm.layers.quantization.as_stored import QuantizationAsStored
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.draft_head import DraftHead
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions, norm_eps
@@ -55,8 +58,6 @@ class MTPNames:
         norm: The last norm; None if it is that of the served model.
         copies: Modules with copies of the model's embedding and output matrix, which are not loaded.
         hidden_first: The hidden state comes first in the input of the projection.
-        quantizes_projection: Quantized checkpoints may have a quantized projection. If not, it is stored as floats
-            whatever config.json says, except in files that name the format of each matrix.
     """
 
     layer: str
@@ -66,7 +67,6 @@ class MTPNames:
     norm: str | None
     copies: tuple[str, ...] = ()
     hidden_first: bool = False
-    quantizes_projection: bool = False
 
     def of(self, layer: int, last: int) -> MTPNames:
         """The names where `layer` and `last` have these values."""
@@ -104,7 +104,6 @@ MTP_NAMES = MTPNames(
     "mtp.pre_fc_norm_hidden",
     "mtp.fc",
     "mtp.norm",
-    quantizes_projection=True,
 )
 """Those of Qwen3-Next and later, and of EXAONE: below `mtp`."""
 
@@ -131,14 +130,17 @@ class MTPHead(DraftHead):
 
     def __init__(self, config: ModelConfig, ctx: BuildContext, *, shares_embedding: bool = True) -> None:
         self._names = self.names.of(config.num_layers, self.num_layers(config) - 1)
+        if ctx.quantization is not None and not ctx.quantization.quantizes_on_load:
+            as_stored = QuantizationAsStored(ctx.quantization, tensor_names(config.path))
+            ctx = replace(ctx, quantization=as_stored)
         super().__init__(config, ctx)
         names, size = self._names, config.hidden_size
         self.embedding = None if shares_embedding else VocabEmbedding(ctx, self.embedding_name, config.vocab_size, size)
         self.embedding_norm, self.hidden_norm = (
             self.build_norm(ctx, name) for name in (names.embedding_norm, names.hidden_norm)
         )
-        in_blocks = isinstance(ctx.quantization, BlockQuantization)
-        of_projection = ctx if names.quantizes_projection or in_blocks else ctx.floats()
+        # Methods that quantize while they load leave the projection alone: it is small, and drafts depend on it.
+        of_projection = ctx.floats() if ctx.quantization is not None and ctx.quantization.quantizes_on_load else ctx
         self.projection = ReplicatedLinear(of_projection, names.projection, 2 * size, size, bias=False)
         self.final_norm = None if names.norm is None else self.build_norm(ctx, names.norm)
         self._target: tuple[CausalLM, ...] = ()  # in a tuple, so that it is no submodule

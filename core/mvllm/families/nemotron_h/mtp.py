@@ -20,7 +20,6 @@ class NemotronHMTP(MTPHead, NemotronHForCausalLM):
         "mtp.layers.0.hnorm",
         "mtp.layers.0.eh_proj",
         "mtp.layers.{last}.final_layernorm",
-        quantizes_projection=True,
     )
     embedding_name = "model.embeddings"
 
