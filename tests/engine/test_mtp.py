@@ -178,6 +178,26 @@ def test_random_engines_and_requests_give_the_outputs_without_drafts(seed: int, 
         llm.llm_engine._client._core.scheduler.check_integrity()
 
 
+def test_log_probabilities_have_the_same_bits_with_drafts_and_prefixes_from_the_host() -> None:
+    """`batch_invariant` holds for the model alone. The module's keys of a block go to the host with the model's."""
+    prompts = [draw(random.Random(i), 40 + i) for i in range(4)]
+    greedy, found = SamplingParams(max_tokens=12, logprobs=1, **GREEDY), []
+    for settings in ({}, {**mtp(3), "kv_offloading_size": 0.01}):
+        with engine(reference("mimo", "near").folder, batch_invariant=True, **settings) as llm:
+            counts = [0]
+            for _ in range(2):
+                outputs = run(llm, prompts, greedy)
+                found.append([(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs])
+                if settings:
+                    counts.append(acceptance(llm)[1])
+                    llm.sleep(1)
+                    llm.wake_up()
+    assert found[0] == found[1] == found[2] == found[3]
+    first, second = counts[1], counts[2] - counts[1]
+    assert first > 20 and second > 0.8 * first
+    assert [output.num_cached_tokens for output in outputs] == [32] * 4
+
+
 def test_adapters_change_the_model_and_not_the_module(tmp_path: Path) -> None:
     folder = reference("mimo", "near").folder
     adapter = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", make_checkpoint("qwen2", tmp_path / "qwen2"))))
