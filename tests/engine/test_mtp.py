@@ -194,7 +194,7 @@ def test_log_probabilities_have_the_same_bits_with_drafts_and_prefixes_from_the_
                     llm.wake_up()
     assert found[0] == found[1] == found[2] == found[3]
     first, second = counts[1], counts[2] - counts[1]
-    assert first > 20 and second > 0.8 * first
+    assert first > 10 and second > 0.8 * first
     assert [output.num_cached_tokens for output in outputs] == [32] * 4
 
 
