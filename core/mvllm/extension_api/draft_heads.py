@@ -14,6 +14,7 @@ __all__ = [
     "DraftHead",
     "DraftStep",
     "HeadProposer",
+    "LlamaMTPHead",
     "MTPHead",
     "MTPNames",
     "Proposer",
