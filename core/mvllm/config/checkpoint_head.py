@@ -1,4 +1,4 @@
-"""Finds out from the names of a checkpoint's tensors whether it lacks a language-model head.
+"""Reads the names of a checkpoint's tensors, and finds out from them whether it lacks a language-model head.
 
 Embedding models are published in the architecture of the generative model that they were made from, without its head.
 """
@@ -33,10 +33,7 @@ def lacks_head(folder: Path, hf_config: HFConfig) -> bool:
     """
     if hf_config.get("tie_word_embeddings") is not False or hf_config.get("tie_embedding", False):
         return False
-    try:
-        names = _tensor_names(folder)
-    except (OSError, ValueError, msgspec.MsgspecError):
-        return False
+    names = tensor_names(folder)
     return bool(names) and not any(_is_of_head(name) for name in names)
 
 
@@ -48,7 +45,16 @@ def _is_of_head(name: str) -> bool:
     return any(_HEAD.fullmatch(part) for part in parts)
 
 
-def _tensor_names(folder: Path) -> Iterable[str]:
+def tensor_names(folder: Path) -> Iterable[str]:
+    """The names of a checkpoint's tensors in safetensors files; none if there are no such files, or if they cannot be
+    read (loading them reports it)."""
+    try:
+        return _read_names(folder)
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return ()
+
+
+def _read_names(folder: Path) -> Iterable[str]:
     if (single := folder / _SINGLE).is_file():
         return _names_of_file(single)
     if (index := folder / _INDEX).is_file():

@@ -158,9 +158,6 @@ class EngineArgs(EngineSettings):
         )
 
     def _speculative_config(self, target: ModelConfig) -> SpeculativeConfig | None:
-        if self.speculative_config is None:
-            return None
-
         def build(name: str, revision: str | None, quantization: str | None) -> ModelConfig:
             other = dataclasses.replace(
                 self,

@@ -65,6 +65,23 @@ class ModelType:
 
 
 @dataclass(frozen=True)
+class MTPHeads:
+    """The multi-token-prediction (MTP) modules of an architecture, which the method `mtp` of speculative_config uses.
+
+    Attributes:
+        head: The class of the first module, a DraftHead, as `module:class`.
+        tensors: Prefix of the names of its tensors in checkpoints. `{layer}` stands for the number of layers.
+        count_keys: Keys of config.json of which the first that is there has the number of modules.
+        default_count: That number where config.json has none of these keys.
+    """
+
+    head: str
+    tensors: str
+    count_keys: tuple[str, ...] = ("num_nextn_predict_layers",)
+    default_count: int = 0
+
+
+@dataclass(frozen=True)
 class Architecture:
     """One entry of `architectures` of config.json.
 
@@ -84,6 +101,7 @@ class Architecture:
         may_be_text: There are checkpoints without encoders, which are run as their language model.
         tool_parser, reasoning_parser: Names of the parsers for the model's text, used where its chat template shows no
             known format and no setting names one. None for no parser.
+        mtp: Its multi-token-prediction modules; None if it has none, or if they are not supported.
     """
 
     model: str | tuple[str, ...]
@@ -97,6 +115,7 @@ class Architecture:
     may_be_text: bool = False
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    mtp: MTPHeads | None = None
 
     @property
     def bases(self) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
     {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     {"model": "folder or hub name of a small model", "num_speculative_tokens": 4}
+    {"method": "mtp"}
+    {"method": "none"}
 
 Core has the methods of this module. Other packages add methods by entry points of `mvllm.proposers`.
 """
@@ -14,11 +16,20 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from mvllm import plugin_groups
-from mvllm.config.draft_method import COMMON_KEYS, BuildModel, DraftMethod, DraftSettings, SpeculativeConfig
+from mvllm.config.draft_method import (
+    COMMON_KEYS,
+    MAX_SPECULATIVE_TOKENS,
+    BuildModel,
+    DraftMethod,
+    DraftSettings,
+    SpeculativeConfig,
+)
 from mvllm.config.model import ModelConfig
+from mvllm.config.mtp import MTP, default_speculative_config, mtp_heads
 from mvllm.errors import ConfigError
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model"
+_NONE = "none"
 _NGRAM_MODELS = ("ngram", "[ngram]")
 _UNSUPPORTED_HEADS = ("medusa", "mlp_speculator")
 
@@ -75,25 +86,53 @@ class DraftModelMethod(DraftMethod):
         )
 
 
-_METHODS: Mapping[str, type[DraftMethod]] = {NGRAM: NgramMethod, DRAFT_MODEL: DraftModelMethod}
+class MTPMethod(DraftMethod):
+    """The tokens of the checkpoint's own multi-token-prediction module."""
+
+    summary: ClassVar = "runs the multi-token-prediction module of the model's own checkpoint"
+
+    def read(self, settings: DraftSettings) -> SpeculativeConfig:
+        mtp, num_modules = mtp_heads(settings.target)
+        return SpeculativeConfig(
+            MTP,
+            settings.num_speculative_tokens(min(num_modules, MAX_SPECULATIVE_TOKENS)),
+            model=settings.target,
+            proposer="mvllm.worker.spec_decode.head_proposer:HeadProposer",
+            model_class=mtp.head,
+            reads_hidden=True,
+        )
+
+
+_METHODS: Mapping[str, type[DraftMethod]] = {NGRAM: NgramMethod, DRAFT_MODEL: DraftModelMethod, MTP: MTPMethod}
 """Those of core."""
 
 
 def read_speculative_config(
-    settings: Mapping[str, Any], build_model: BuildModel, target: ModelConfig
-) -> SpeculativeConfig:
+    settings: Mapping[str, Any] | None, build_model: BuildModel, target: ModelConfig
+) -> SpeculativeConfig | None:
     """Checks the settings and reads the draft model's config, if there is one.
 
     Args:
-        settings: The JSON object.
+        settings: The JSON object; None for the default.
         build_model: Builds the config of a draft model from its folder or name, its revision and its quantization.
         target: The target model.
+
+    Returns:
+        None without speculative decoding.
 
     Raises:
         ConfigError: A setting is unknown, missing, out of range, or of another method; or the models do not fit
             together.
         ModelError: The draft model cannot be found or is not usable.
     """
+    if settings is None:
+        settings = default_speculative_config(target) if target.kind.generates else None
+        if settings is None:
+            return None
+    if settings.get("method") == _NONE:
+        if len(settings) > 1:
+            raise ConfigError(f"speculative_config: the method {_NONE!r} has no other keys. Leave them out.")
+        return None
     if not target.kind.generates:
         raise ConfigError("speculative_config is set, but the model generates no tokens. Leave it out.")
     if settings.get("model") in _NGRAM_MODELS:  # vLLM's earlier name of the method

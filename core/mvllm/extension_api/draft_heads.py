@@ -1,10 +1,23 @@
 """For packages with methods of speculative decoding: what runs on workers, see `mvllm.extension_api.proposers`."""
 
 from mvllm.models.draft_head import DraftHead as DraftHead
+from mvllm.models.mtp_head import LlamaMTPHead as LlamaMTPHead
+from mvllm.models.mtp_head import MTPHead as MTPHead
+from mvllm.models.mtp_head import MTPNames as MTPNames
 from mvllm.sampling.token_history import TokenHistory as TokenHistory
 from mvllm.worker.spec_decode.head_proposer import HeadProposer as HeadProposer
 from mvllm.worker.spec_decode.proposer import DraftStep as DraftStep
 from mvllm.worker.spec_decode.proposer import Proposer as Proposer
 from mvllm.worker.spec_decode.proposer import ProposerContext as ProposerContext
 
-__all__ = ["DraftHead", "DraftStep", "HeadProposer", "Proposer", "ProposerContext", "TokenHistory"]
+__all__ = [
+    "DraftHead",
+    "DraftStep",
+    "HeadProposer",
+    "LlamaMTPHead",
+    "MTPHead",
+    "MTPNames",
+    "Proposer",
+    "ProposerContext",
+    "TokenHistory",
+]

@@ -16,6 +16,7 @@ from mvllm.config.hf_config import read_json_object as read_json_object
 from mvllm.config.model_family import Architecture as Architecture
 from mvllm.config.model_family import ModelFamily as ModelFamily
 from mvllm.config.model_family import ModelType as ModelType
+from mvllm.config.model_family import MTPHeads as MTPHeads
 from mvllm.config.model_family import pooling_architectures as pooling_architectures
 from mvllm.config.multimodal import MODALITIES as MODALITIES
 from mvllm.config.multimodal import MultiModalModel as MultiModalModel
@@ -25,6 +26,7 @@ __all__ = [
     "MODALITIES",
     "Architecture",
     "HFConfig",
+    "MTPHeads",
     "ModelFamily",
     "ModelType",
     "MultiModalModel",

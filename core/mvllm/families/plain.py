@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mvllm.config.model_family import Architecture, ModelFamily, ModelType, pooling_architectures
+from mvllm.config.model_family import Architecture, ModelFamily, ModelType, MTPHeads, pooling_architectures
 from mvllm.config.rope_parameters import YARN_DEFAULTS
 
 _LLAMA = {
@@ -73,6 +73,7 @@ _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "mimo": "MiMoForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
@@ -110,6 +111,11 @@ _SAME_CLASS = {
     "GraniteMoeSharedForCausalLM": "granite_moe:GraniteMoeForCausalLM",
 }
 """Further architectures, and the class that runs them."""
+_MTP = {
+    "Ernie4_5_MoeForCausalLM": MTPHeads("mvllm.models.ernie4_5_moe:Ernie4_5_MoeMTP", "model.mtp_"),
+    "MiMoForCausalLM": MTPHeads("mvllm.models.mimo:MiMoMTP", "model.mtp_layers."),
+}
+"""The multi-token-prediction modules of architectures."""
 _POOLING_DECODERS = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
 _ENCODERS = {"Bert": "Bert", "Roberta": "Roberta", "XLMRoberta": "Roberta", "DistilBert": "DistilBert"}
 """The class of `mvllm.models.bert` for each family of encoders. `ModelKind` says which head one has."""
@@ -117,7 +123,7 @@ _ENCODERS = {"Bert": "Bert", "Roberta": "Roberta", "XLMRoberta": "Roberta", "Dis
 FAMILY = ModelFamily(
     architectures={
         **{
-            name: Architecture(f"mvllm.models.{module}:{name}")
+            name: Architecture(f"mvllm.models.{module}:{name}", mtp=_MTP.get(name))
             for module, names in _CLASSES.items()
             for name in names.split()
         },
@@ -138,6 +144,7 @@ FAMILY = ModelFamily(
     model_types={
         "llama": ModelType("LlamaForCausalLM", never_sliding=True, text_defaults=_LLAMA),
         "qwen2": ModelType("Qwen2ForCausalLM", sliding_window=4096, use_sliding_window=False, text_defaults=_QWEN2),
+        "mimo": ModelType("MiMoForCausalLM", sliding_window=4096, use_sliding_window=False),
         "qwen3": ModelType("Qwen3ForCausalLM", head_dim=128, sliding_window=4096, use_sliding_window=False),
         "mistral": ModelType("MistralForCausalLM", sliding_window=4096, text_defaults=_MISTRAL),
         "mixtral": ModelType("MixtralForCausalLM"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -80,13 +80,13 @@ class CausalLM(nn.Module, ABC):
                 f"{config.architecture} does not support here. Use a checkpoint whose layers have the same settings."
             )
         self.config = config
-        self.stage = PipelineStage.for_rank(config.num_layers, ctx.pp)
+        self.stage = self._make_stage(ctx)
         self.scores: nn.Module | None = None
         self.item_encoder: ItemEncoder | None = None
         self.tied_names: tuple[str, str] | None = None
         self._quantization = ctx.quantization
         if ctx.quantization is not None:
-            ctx.quantization.use_names(self.checkpoint_names)
+            ctx.quantization.use_names(self._checkpoint_namer())
         self._place, self._uses_several_devices = ctx.place, ctx.num_devices > 1
         self._placed: dict[nn.Parameter, nn.Parameter] = {}
         self._on_host: frozenset[nn.Module] = frozenset()  # not on the devices
@@ -247,6 +247,14 @@ class CausalLM(nn.Module, ABC):
     def ties_head(self) -> bool:
         """Whether the head is the token embedding."""
         return bool(self.config.hf_config.get("tie_word_embeddings", self.ties_embeddings_by_default))
+
+    def _checkpoint_namer(self) -> Callable[[str], Sequence[str]]:
+        """As `checkpoint_names`. It does not refer to the model: a quantization method keeps it."""
+        return self.checkpoint_names
+
+    def _make_stage(self, ctx: BuildContext) -> PipelineStage:
+        """The layers of this rank. Called while the model is built."""
+        return PipelineStage.for_rank(self.config.num_layers, ctx.pp)
 
     def _build_embedding(self, ctx: BuildContext, name: str, size: int) -> VocabEmbedding | None:
         return VocabEmbedding(ctx, name, self.config.vocab_size, size) if self.stage.is_first else None

@@ -12,6 +12,7 @@ behind it. MTP modules, EAGLE and EAGLE-3 are such heads.
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
@@ -26,11 +27,27 @@ class DraftHead(CausalLM):
 
     A head that has no embedding or no output matrix of its own in the checkpoint uses that of the served model, see
     `share`. Subclasses build their layers in `__init__`.
+
+    Attributes:
+        is_of_served_checkpoint: Its weights are tensors of the served model's checkpoint, so whatever updates the
+            model's weights updates the head's as well.
     """
+
+    is_of_served_checkpoint: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx)
         self._shared: dict[str, nn.Module] = {}  # not submodules: the served model loads them
+
+    @classmethod
+    def for_target(cls, config: ModelConfig, ctx: BuildContext, target: CausalLM) -> Self:
+        """Builds the head without values.
+
+        Args:
+            config, ctx: As for models.
+            target: The served model on this rank, which is on the last pipeline stage.
+        """
+        return cls(config, ctx)
 
     def share(self, target: CausalLM) -> None:
         """Takes over the embedding and the output matrix of the served model, where this head has none.

@@ -16,6 +16,7 @@ from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 from mvllm.models.moe_config import check_activation, num_experts, shared_mlp
+from mvllm.models.mtp_head import LlamaMTPHead, MTPNames
 
 _THETA = 500_000.0
 
@@ -78,3 +79,14 @@ class Ernie4_5_MoeForCausalLM(LlamaForCausalLM):
             )
         last = self.config.num_layers - 1 if last == -1 else last
         return first <= layer <= last and (layer + 1) % hf.positive_int("moe_layer_interval", 1) == 0
+
+
+class Ernie4_5_MoeMTP(LlamaMTPHead, Ernie4_5_MoeForCausalLM):
+    """The multi-token-prediction module of `Ernie4_5_MoeForCausalLM`: without experts, and with the model's norm."""
+
+    names = MTPNames(
+        "model.mtp_block.0", "model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0", None
+    )
+
+    def _is_sparse(self, layer: int) -> bool:
+        return False

@@ -104,7 +104,10 @@ def load_weights(
         raise ConfigError(
             f"load_format must be one of {', '.join(map(repr, load_format_names()))}, found {load_format!r}."
         )
-    checkpoint = read_checkpoint(folder, _most_tensors(len(targets)), packed=lambda name: packed_name(name) in targets)
+    # A head was preceded by the served model, whose checkpoint it is: most of the tensors are that model's.
+    is_of_head = getattr(model, "is_of_served_checkpoint", False)
+    most_tensors = MOST_TENSORS if is_of_head else _most_tensors(len(targets))
+    checkpoint = read_checkpoint(folder, most_tensors, packed=lambda name: packed_name(name) in targets)
     entries = match_names(checkpoint, model, targets, folder)
     tied = getattr(model, "tied_names", None)
     if tied is not None and not is_derived_folder(folder):

@@ -38,6 +38,7 @@ from mvllm.models.causal_lm import CausalLM
 from mvllm.models.weight_loader import check_tensors, match_names, targets_as_stored
 
 _SHOWN_NAMES = 5
+_OF_HEAD = "draft head: "
 
 _WRITTEN_DIRECTLY: dict[type[nn.Module], tuple[str, ...]] = {
     Linear: ("weight",),
@@ -298,6 +299,55 @@ class ModelWeightUpdate:
                     module.weight.data.copy_(self._live[module].weight.data)
             head.prepare_weights()
             self._write(head)
+
+
+class WeightUpdateWithHead:
+    """The update of a model and of a draft head whose weights are in the same checkpoint.
+
+    It is used as a ModelWeightUpdate. The names of the head's tensors get a prefix, because both may have targets for
+    the same tensor.
+
+    Args:
+        model, head: Their updates.
+    """
+
+    def __init__(self, model: ModelWeightUpdate, head: ModelWeightUpdate) -> None:
+        self._model, self._head = model, head
+
+    @property
+    def storage_replaced(self) -> bool:
+        """As ModelWeightUpdate."""
+        return self._model.storage_replaced or self._head.storage_replaced
+
+    def check(self, found: Mapping[str, TensorEntry], where: Path, *, whole: bool) -> dict[str, TensorEntry]:
+        """As `ModelWeightUpdate.check`."""
+        of_head = self._head.check(found, where, whole=whole)
+        return {
+            **self._model.check(found, where, whole=whole),
+            **{_OF_HEAD + name: entry for name, entry in of_head.items()},
+        }
+
+    def is_packed(self, name: str) -> bool:
+        """As `ModelWeightUpdate.is_packed`."""
+        return self._model.is_packed(name) or self._head.is_packed(name)
+
+    def load(self, name: str, entry: TensorEntry, copy: CopyTensor) -> None:
+        """As `ModelWeightUpdate.load`."""
+        if name.startswith(_OF_HEAD):
+            self._head.load(name.removeprefix(_OF_HEAD), entry, copy)
+        else:
+            self._model.load(name, entry, copy)
+
+    def check_complete(self, *, whole: bool = False, upcoming: Collection[str] = ()) -> None:
+        """As `ModelWeightUpdate.check_complete`."""
+        of_head = [name.removeprefix(_OF_HEAD) for name in upcoming if name.startswith(_OF_HEAD)]
+        self._model.check_complete(whole=whole, upcoming=upcoming)
+        self._head.check_complete(whole=whole, upcoming=of_head)
+
+    def finish(self) -> None:
+        """As `ModelWeightUpdate.finish`."""
+        self._model.finish()
+        self._head.finish()
 
 
 def drop_attributes(module: nn.Module, names: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ from mvllm.layers.quantization.registry import quantization_method
 from mvllm.models.draft_head import DraftHead
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.weight_loader import load_weights
-from mvllm.models.weight_update import ModelWeightUpdate, UnallocatedContext
+from mvllm.models.weight_update import ModelWeightUpdate, UnallocatedContext, WeightUpdateWithHead
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.provider_plugins import installed_providers
 from mvllm.ops.registry import OpTable
@@ -73,6 +73,7 @@ class ModelLoader:
         self._layers = layers
         self._model: CausalLM | None = None
         self._context: BuildContext | None = None
+        self._draft_context: BuildContext | None = None
         self._adapters: LoRAModelManager | None = None
         self.draft: DraftModel | None = None
 
@@ -99,6 +100,7 @@ class ModelLoader:
             )
             if context.batch_invariant:  # draft tokens do not affect outputs
                 whole = dataclasses.replace(whole, ops=self._resolve_ops(batch_invariant=False), batch_invariant=False)
+            self._draft_context = whole
             self.draft = self._load_draft(draft, whole, model)
             layers = [*layers, *self.draft.model.attention_layers()]
             draft_states = self.draft.model.state_layers()
@@ -114,21 +116,30 @@ class ModelLoader:
 
     def _load_draft(self, config: ModelConfig, context: BuildContext, target: CausalLM) -> DraftModel:
         """Loads the draft model or draft head. A head shares modules with the served model."""
-        assert self._config.speculative is not None
-        path = self._config.speculative.model_class
-        make: ModelMaker | None = None
-        if path:
-            module, _, name = path.partition(":")
-            head_class = getattr(importlib.import_module(module), name)
-
-            def make(_: type[CausalLM], config: ModelConfig, context: BuildContext) -> CausalLM:
-                built: CausalLM = head_class(config, context)
-                return built
-
-        model = self._load(dataclasses.replace(config, multimodal=None), context, make)
+        head = self._head_class()
+        if head is not None and issubclass(head, DraftHead) and head.is_of_served_checkpoint:
+            config = self.served_config
+        config = dataclasses.replace(config, multimodal=None)
+        model = self._load(config, context, None if head is None else self._head_maker(head, target))
         if isinstance(model, DraftHead):
             model.share(target)
         return DraftModel(config, model)
+
+    def _head_class(self) -> type[CausalLM] | None:
+        """The class that the method of speculative decoding names; None for a draft model of its architecture."""
+        assert self._config.speculative is not None
+        module, _, name = self._config.speculative.model_class.partition(":")
+        found: type[CausalLM] | None = getattr(importlib.import_module(module), name) if module else None
+        return found
+
+    @staticmethod
+    def _head_maker(head: type[CausalLM], target: CausalLM) -> ModelMaker:
+        def make(_: type[CausalLM], config: ModelConfig, context: BuildContext) -> CausalLM:
+            if issubclass(head, DraftHead):
+                return head.for_target(config, context, target)
+            return head(config, context)
+
+        return make
 
     def make_context(self) -> BuildContext:
         """What the served model is built with. The draft model's differs in groups, quantization and adapters."""
@@ -210,9 +221,23 @@ class ModelLoader:
         model.eval()
         return model
 
-    def start_weight_update(self) -> ModelWeightUpdate:
-        """An update of the served model's weights. The draft model keeps its own."""
-        return ModelWeightUpdate(self.model, self.empty_model)
+    def start_weight_update(self) -> ModelWeightUpdate | WeightUpdateWithHead:
+        """An update of the served model's weights, and of those of a draft head that are in the same checkpoint.
+
+        Another draft model keeps its own.
+        """
+        update = ModelWeightUpdate(self.model, self.empty_model)
+        head = None if self.draft is None else self.draft.model
+        if not isinstance(head, DraftHead) or not head.is_of_served_checkpoint:
+            return update
+        return WeightUpdateWithHead(update, ModelWeightUpdate(head, self._empty_head))
+
+    def _empty_head(self) -> CausalLM:
+        """As `empty_model`, for the draft head."""
+        head = self._head_class()
+        assert head is not None and self.draft is not None and self._draft_context is not None, "a head is loaded"
+        context = UnallocatedContext.of(self._draft_context)
+        return self._head_maker(head, self.model)(head, self.draft.config, context)
 
     def empty_model(self) -> CausalLM:
         """Another model of the class and configuration of the served one, whose parameters have no memory."""
@@ -262,4 +287,4 @@ class ModelLoader:
     def unload(self) -> None:
         """Drops all models and their KV caches. Idempotent."""
         self._layers.clear()
-        self._model = self._adapters = self.draft = self._context = None
+        self._model = self._adapters = self.draft = self._context = self._draft_context = None

@@ -23,10 +23,11 @@ from mvllm.models.checkpoint import read_checkpoint
 from mvllm.models.safetensors_file import DTYPE_NAMES, read_header
 from mvllm.models.shared_memory_weights import segment_path
 from mvllm.models.weight_loader import BUFFER_BYTES, DTYPES, read_target, rectangle_of
-from mvllm.models.weight_update import CopyTensor, ModelWeightUpdate
+from mvllm.models.weight_update import CopyTensor, ModelWeightUpdate, WeightUpdateWithHead
 from mvllm.platform.runtime import DeviceRuntime
 
 Entries = dict[str, TensorEntry]
+ModelUpdate = ModelWeightUpdate | WeightUpdateWithHead
 
 
 class WeightUpdater:
@@ -38,11 +39,11 @@ class WeightUpdater:
         rank: The worker's rank, for the trainer's process group.
     """
 
-    def __init__(self, start_model_update: Callable[[], ModelWeightUpdate], runtime: DeviceRuntime, rank: int) -> None:
+    def __init__(self, start_model_update: Callable[[], ModelUpdate], runtime: DeviceRuntime, rank: int) -> None:
         self._start_model_update = start_model_update
         self._runtime = runtime
         self._rank = rank
-        self._update: ModelWeightUpdate | None = None
+        self._update: ModelUpdate | None = None
         self._checked: tuple[WeightUpdate, Entries] | None = None
         self._group: WeightTransferGroup | None = None
         self._joining: JoiningWeightTransferGroup | None = None
@@ -148,11 +149,11 @@ class WeightUpdater:
         """Drops the update. What it has written stays."""
         self._update = self._checked = None
 
-    def _started(self) -> ModelWeightUpdate:
+    def _started(self) -> ModelUpdate:
         assert self._update is not None, "start comes first"
         return self._update
 
-    def _entries(self, update: WeightUpdate, current: ModelWeightUpdate) -> tuple[Mapping[str, TensorEntry], Path]:
+    def _entries(self, update: WeightUpdate, current: ModelUpdate) -> tuple[Mapping[str, TensorEntry], Path]:
         match update.source:
             case WeightSource.FOLDER:
                 folder = Path(update.path)
@@ -178,7 +179,7 @@ class WeightUpdater:
             found[name] = _entry(name, where, _dtype(dtype), shape)
         return found, where
 
-    def _receive(self, update: WeightUpdate, matched: Entries, current: ModelWeightUpdate) -> None:
+    def _receive(self, update: WeightUpdate, matched: Entries, current: ModelUpdate) -> None:
         """Receives all tensors in the order of the broadcast, also those of other ranks."""
         assert self._group is not None, "checked"
         own: dict[str, list[tuple[str, TensorEntry]]] = {}
@@ -210,7 +211,7 @@ def _copy_from(tensor: torch.Tensor) -> CopyTensor:
     return copy
 
 
-def _read_files(matched: Entries, current: ModelWeightUpdate) -> None:
+def _read_files(matched: Entries, current: ModelUpdate) -> None:
     """Reads tensors file by file, in the order of their data."""
     buffer = bytearray(BUFFER_BYTES)
 

@@ -69,6 +69,14 @@ _COMMON_RULES = ("kv_b_proj.weight", "e_score_correction_bias", "shared_expert_g
 """Ends of names of tensors that hybrids share with other families."""
 _ADJACENT_PAIRS = ("llama", "mistral3", "granite", "granitemoe", "smollm3", "granitehybrid", "nemotron_h_moe")
 _LATENT = ("deepseek2", "mistral4")
+_NEXTN = re.compile(r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|embed_tokens|shared_head\.(?:norm|head))\.(\w+)")
+_NEXTN_MODULES = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
+"""Modules below `mtp`, and their names in a layer of the file."""
 Tensors = Iterator[tuple[str, torch.Tensor]]
 TypeOf = Callable[[str], str]
 
@@ -184,6 +192,9 @@ class _Writer:
             self.weights |= load_file(file)
         self.fused, self.merged_latent = fused, merged_latent
         self.num_layers = self._get("num_hidden_layers", "n_layer") or len(self.config["layers_block_type"])
+        self.num_modules = self._get("num_nextn_predict_layers", "mtp_num_hidden_layers", default=0)
+        self.num_modules = self.num_modules or int("mtp.fc.weight" in self.weights)
+        self.weights = {self._numbered(name): tensor for name, tensor in self.weights.items()}
         self.num_heads = self._get("num_attention_heads", "n_head", "num_heads")
         hidden_size = self._get("hidden_size", "n_embd")
         self.head_dim = self.config.get("head_dim") or hidden_size // self.num_heads
@@ -199,6 +210,16 @@ class _Writer:
     def _get(self, *keys: str, default: Any = None) -> Any:
         return next((self.config[key] for key in keys if self.config.get(key) is not None), default)
 
+    def _numbered(self, name: str) -> str:
+        """The modules for multi-token prediction as layers behind the others."""
+        if not name.startswith("mtp."):
+            return name
+        layer = f"model.layers.{self.num_layers}"
+        if name.startswith("mtp.layers.0."):
+            return name.replace("mtp.layers.0", layer)
+        module, suffix = name.removeprefix("mtp.").rsplit(".", 1)
+        return f"{layer}.{_NEXTN_MODULES[module]}.{suffix}"
+
     # ------------------------------------------------------------------------------------------------------- metadata
 
     def metadata(self) -> dict[str, Any]:
@@ -209,7 +230,8 @@ class _Writer:
         get, arch = self._get, self.arch
         hidden_size = get("hidden_size", "n_embd")
         values = {
-            "block_count": self.num_layers,
+            "block_count": self.num_layers + self.num_modules,
+            "nextn_predict_layers": self.num_modules or None,
             "context_length": 2048
             if arch == "falcon"
             else get("max_position_embeddings", "n_positions", "model_max_length"),
@@ -423,9 +445,12 @@ class _Writer:
 
     def tensors(self) -> Tensors:
         enum = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.arch)
-        names = gguf.get_tensor_name_map(enum, self.num_layers)
+        names = gguf.get_tensor_name_map(enum, self.num_layers + self.num_modules)
         yield from self._rope_tensors()
         for name, tensor in self._joined():
+            if match := _NEXTN.fullmatch(name):
+                yield f"blk.{match[1]}.nextn.{match[2].replace('.', '_')}.{match[3]}", tensor
+                continue
             found = names.get_name(name, try_suffixes=(".weight", ".bias"))
             yield found or name, tensor  # a name that the table does not have is that of the file already
 

@@ -53,6 +53,15 @@ def test_async_scheduling_is_off_with_draft_tokens_and_the_log_says_so(caplog):
     assert "scheduler.async_scheduling = False: with draft tokens" in caplog.text
 
 
+def test_methods_that_read_hidden_states_are_refused_where_models_run_as_graphs():
+    for reads in ({"reads_hidden": True}, {"reads_layers": (1,)}):
+        speculative = dataclasses.replace(draft(), method="mtp", **reads)
+        assert resolve(speculative_config(speculative)).speculative is not None
+        with pytest.raises(ConfigError, match=r"the method 'mtp' reads hidden states .*Choose the method 'ngram'"):
+            resolve(speculative_config(speculative), graph_compiler=True)
+    assert resolve(speculative_config(draft()), graph_compiler=True).speculative is not None
+
+
 def test_async_scheduling_with_draft_tokens_is_refused():
     with pytest.raises(ConfigError, match=r"async_scheduling and speculative_config are both set.*Leave one of them"):
         resolve(speculative_config(async_scheduling=True))

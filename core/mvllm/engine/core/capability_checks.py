@@ -165,6 +165,12 @@ def _check_speculative(config: EngineConfig, capabilities: Capabilities, platfor
             f"speculative_config is set, but speculative decoding is not supported on the platform {platform!r}, which "
             f"{why}. Leave it out, or choose another platform."
         )
+    if capabilities.graph_compiler and (config.speculative.reads_hidden or config.speculative.reads_layers):
+        raise ConfigError(
+            f"speculative_config: the method {config.speculative.method!r} reads hidden states of the model, which "
+            f"the platform {platform!r} does not give: it runs models as graphs. Choose the method 'ngram' or a draft "
+            "model."
+        )
     if (draft := config.speculative.model) is not None:
         _check_model(draft, capabilities, platform, f"The draft model {draft.model}")
     if config.scheduler.async_scheduling:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from mvllm.config.model_family import Architecture, ModelFamily, ModelType
+from mvllm.config.model_family import Architecture, ModelFamily, ModelType, MTPHeads
+
+_FOLDER = "mvllm.families.deepseek"
+_MTP = {"DeepseekV3ForCausalLM": "DeepseekV3MTP", "DeepseekV32ForCausalLM": "DeepseekV32MTP"}
 
 FAMILY = ModelFamily(
     architectures={
-        name: Architecture(f"mvllm.families.deepseek.model:{name}")
-        for name in ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
+        "DeepseekV2ForCausalLM": Architecture(f"{_FOLDER}.model:DeepseekV2ForCausalLM"),
+        **{
+            name: Architecture(
+                f"{_FOLDER}.model:{name}", mtp=MTPHeads(f"{_FOLDER}.mtp:{head}", "model.layers.{layer}.")
+            )
+            for name, head in _MTP.items()
+        },
     },
     model_types={
         "deepseek_v2": ModelType("DeepseekV2ForCausalLM", never_sliding=True),

@@ -119,7 +119,7 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
         layer = self.layer_names.match(name)
         num_mtp_layers = self.config.hf_config.get("num_nextn_predict_layers", 0)
         if layer is not None and 0 <= int(layer.group(1)) - self.config.num_layers < num_mtp_layers:
-            return True
+            return not self.stage.first <= int(layer.group(1)) < self.stage.stop or super().ignores(name)
         return super().ignores(name)
 
 

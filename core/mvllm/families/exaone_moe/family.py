@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from mvllm.config.model_family import Architecture, ModelFamily, ModelType
+from mvllm.config.model_family import Architecture, ModelFamily, ModelType, MTPHeads
 
-_MODEL = Architecture("mvllm.families.exaone_moe.model:ExaoneMoeForCausalLM")
+_FOLDER = "mvllm.families.exaone_moe"
+_MODEL = Architecture(f"{_FOLDER}.model:ExaoneMoeForCausalLM", mtp=MTPHeads(f"{_FOLDER}.mtp:ExaoneMoeMTP", "mtp."))
 
 FAMILY = ModelFamily(
     architectures={"ExaoneMoeForCausalLM": _MODEL, "ExaoneMoEForCausalLM": _MODEL},

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from mvllm.config.grid_items import grid_items_reader
-from mvllm.config.model_family import Architecture, ModelFamily, ModelType
+from mvllm.config.model_family import Architecture, ModelFamily, ModelType, MTPHeads
 
 _FOLDER = "mvllm.families.glm"
 _ITEMS = f"{_FOLDER}.items:GlmItems"
+_NEXTN = "model.layers.{layer}."
 _EXPERTS = {"num_local_experts": "n_routed_experts"}
 
 _read_4v = grid_items_reader(151343, None, (8, 12, 12))
@@ -16,9 +17,15 @@ FAMILY = ModelFamily(
     architectures={
         "GlmForCausalLM": Architecture(f"{_FOLDER}.glm4:GlmForCausalLM"),
         "Glm4ForCausalLM": Architecture(f"{_FOLDER}.glm4:Glm4ForCausalLM"),
-        "Glm4MoeForCausalLM": Architecture(f"{_FOLDER}.glm4_moe:Glm4MoeForCausalLM"),
-        "Glm4MoeLiteForCausalLM": Architecture(f"{_FOLDER}.glm4_moe:Glm4MoeLiteForCausalLM"),
-        "GlmMoeDsaForCausalLM": Architecture(f"{_FOLDER}.glm_moe_dsa:GlmMoeDsaForCausalLM"),
+        "Glm4MoeForCausalLM": Architecture(
+            f"{_FOLDER}.glm4_moe:Glm4MoeForCausalLM", mtp=MTPHeads(f"{_FOLDER}.mtp:Glm4MoeMTP", _NEXTN)
+        ),
+        "Glm4MoeLiteForCausalLM": Architecture(
+            f"{_FOLDER}.glm4_moe:Glm4MoeLiteForCausalLM", mtp=MTPHeads(f"{_FOLDER}.mtp:Glm4MoeLiteMTP", _NEXTN)
+        ),
+        "GlmMoeDsaForCausalLM": Architecture(
+            f"{_FOLDER}.glm_moe_dsa:GlmMoeDsaForCausalLM", mtp=MTPHeads(f"{_FOLDER}.mtp:GlmMoeDsaMTP", _NEXTN)
+        ),
         "Glm4vForConditionalGeneration": Architecture(
             f"{_FOLDER}.glm4v:Glm4vForConditionalGeneration", read_items=_read_4v, items=_ITEMS
         ),

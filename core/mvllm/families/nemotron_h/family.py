@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from mvllm.config.model_family import Architecture, ModelFamily, ModelType
+from mvllm.config.model_family import Architecture, ModelFamily, ModelType, MTPHeads
+
+_FOLDER = "mvllm.families.nemotron_h"
 
 FAMILY = ModelFamily(
-    architectures={"NemotronHForCausalLM": Architecture("mvllm.families.nemotron_h.model:NemotronHForCausalLM")},
+    architectures={
+        "NemotronHForCausalLM": Architecture(
+            f"{_FOLDER}.model:NemotronHForCausalLM", mtp=MTPHeads(f"{_FOLDER}.mtp:NemotronHMTP", "mtp.")
+        )
+    },
     model_types={
         "nemotron_h": ModelType(
             "NemotronHForCausalLM",

@@ -66,7 +66,7 @@ class NemotronHForCausalLM(Mamba2ForCausalLM):
         return _eps(self.config)
 
     def build_layer(self, ctx: BuildContext, name: str, layer: int) -> SingleBlockLayer:
-        config, kind = self.config, block_kinds(self.config)[layer]
+        config, kind = self.config, self.block_kind(layer)
         norm = RMSNorm(ctx, f"{name}.norm", config.hidden_size, self.norm_eps())
         name = f"{name}.mixer"
         if kind == MAMBA:
@@ -75,6 +75,10 @@ class NemotronHForCausalLM(Mamba2ForCausalLM):
             return SingleBlockLayer(norm, NemotronHAttention(config, ctx, name))
         block = _mlp(config, ctx, name, "intermediate_size") if kind == "mlp" else _moe(config, ctx, name)
         return SingleBlockLayer(norm, block, reads_step=False)
+
+    def block_kind(self, layer: int) -> str:
+        """The kind of a layer's block."""
+        return block_kinds(self.config)[layer]
 
 
 class UngatedMoE(FusedMoE):
@@ -164,6 +168,28 @@ def block_kinds(config: ModelConfig) -> tuple[str, ...]:
             f"the {config.num_layers} layers, found {pattern!r}."
         )
     return tuple(_KINDS[character] for character in pattern)
+
+
+def mtp_block_kinds(config: ModelConfig) -> tuple[str, ...]:
+    """The kinds of the blocks of a multi-token-prediction module: attention and experts by default.
+
+    Raises:
+        ModelError: The config names a block that is neither, or none.
+    """
+    hf = config.hf_config
+    found = hf.get("mtp_hybrid_override_pattern")
+    if isinstance(found, str):
+        found = [_KINDS.get(character, character) for character in found]
+    else:
+        found = hf.get("mtp_layers_block_type", [ATTENTION, "moe"])
+    if isinstance(found, list):
+        found = [OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in found]
+    if not isinstance(found, list) or not found or any(kind not in (ATTENTION, "moe", "mlp") for kind in found):
+        raise ModelError(
+            f"{hf.source}: mtp_layers_block_type should name full_attention, moe or mlp for each block of a "
+            f"multi-token-prediction module, found {found!r}."
+        )
+    return tuple(found)
 
 
 def mamba2_config(config: ModelConfig) -> Mamba2Config:

@@ -68,6 +68,13 @@ def num_layers(values: Metadata) -> int:
     return count
 
 
+def num_mtp_modules(values: Metadata) -> int:
+    """Number of modules for multi-token prediction; 0 for files that mention them and do not have their tensors."""
+    names = ("nextn.eh_proj.weight", "attn_norm.weight")
+    has_first = any(values.has_tensor(f"blk.{num_layers(values)}.{name}") for name in names)
+    return values.integer("nextn_predict_layers", 0, at_least=0) if has_first else 0
+
+
 def head_dim(values: Metadata) -> int:
     """Elements per head."""
     usual = values.integer("embedding_length") // values.integer("attention.head_count")

@@ -20,6 +20,7 @@ from mvllm_gguf.decoder_config import (
     layer_kinds,
     num_experts,
     num_layers,
+    num_mtp_modules,
     rows_of,
 )
 from mvllm_gguf.large_moe_config import check_sigmoid
@@ -266,6 +267,7 @@ def _delta_net(values: Metadata) -> dict[str, Any]:
         "linear_key_head_dim": sizes.state,
         "linear_value_head_dim": sizes.head_dim,
         "linear_conv_kernel_dim": sizes.kernel,
+        "mtp_num_hidden_layers": num_mtp_modules(values),
     }
 
 

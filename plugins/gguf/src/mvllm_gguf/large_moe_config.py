@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mvllm_gguf.decoder_config import num_mtp_modules
 from mvllm_gguf.metadata import Metadata
 
 _SIGMOID = 2  # number of llama.cpp's expert_gating_func
@@ -47,7 +48,7 @@ def _glm4_moe(values: Metadata, num_experts: int, has_bias: bool) -> FamilyConfi
         "norm_topk_prob": values.boolean("expert_weights_norm", True),
         "n_group": values.integer("expert_group_count", 1),
         "topk_group": values.integer("expert_group_used_count", 1),
-        "num_nextn_predict_layers": values.integer("nextn_predict_layers", 0, at_least=0),
+        "num_nextn_predict_layers": num_mtp_modules(values),
     }
     return FamilyConfig("Glm4MoeForCausalLM", "glm4_moe", settings)
 

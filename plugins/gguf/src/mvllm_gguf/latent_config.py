@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mvllm.extension_api import get_logger
-from mvllm_gguf.decoder_config import decoder, has, num_experts
+from mvllm_gguf.decoder_config import decoder, has, num_experts, num_mtp_modules
 from mvllm_gguf.metadata import Metadata
 from mvllm_gguf.rope_config import rope_config
 
@@ -103,7 +103,7 @@ def _latent(values: Metadata, architecture: str, model_type: str) -> dict[str, A
         first_k_dense_replace=values.integer("leading_dense_block_count", 0, at_least=0),
         routed_scaling_factor=values.number("expert_weights_scale", 1.0),
         norm_topk_prob=values.boolean("expert_weights_norm", False),
-        num_nextn_predict_layers=values.integer("nextn_predict_layers", 0, at_least=0),
+        num_nextn_predict_layers=num_mtp_modules(values),
     )
     config["num_key_value_heads"] = config["num_attention_heads"]  # files store 1, for the shared latent
     known = _EXPERT_GROUPS.get((config["num_hidden_layers"], config["n_routed_experts"]), (1, 1))

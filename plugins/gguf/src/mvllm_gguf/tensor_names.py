@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from mvllm.extension_api import ModelError
 from mvllm_gguf.header import GGUFModel, GGUFTensor
@@ -173,6 +174,15 @@ _GATED_QUERIES = ("qwen3next", "qwen35", "qwen35moe")
 """Architectures whose query projection has a gate for each query."""
 _MTP_MODULES = ("nemotron_h_moe", "qwen3next", "qwen35", "qwen35moe")
 """Architectures whose checkpoints have layers for multi-token prediction below `mtp`."""
+_NEXTN = "nextn."
+_NEXTN_NAMES = {"shared_head_norm": "shared_head.norm", "shared_head_head": "shared_head.head"}
+_MTP_NAMES = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head_norm": "norm",
+}
+"""What is in front of the layer of a multi-token-prediction module and behind it."""
 _OWN_TOP_MODULES = {
     "gemma4": {
         "per_layer_model_proj": "model.per_layer_model_projection",
@@ -296,15 +306,29 @@ class _TensorMapping:
             if match is None:
                 base, _, suffix = name.rpartition(".")
                 yield self._plain(f"{self._top[base]}.{suffix}" if base in self._top else name, tensor)
-            elif int(match["layer"]) >= self._num_layers:  # multi-token prediction
-                prefix = "mtp.layers." if self._arch in _MTP_MODULES else self._prefix
-                yield self._plain(f"{prefix}{match['layer']}.{name.split('.', 2)[2]}", tensor)
+            elif int(match["layer"]) >= self._num_layers:
+                yield from self._of_mtp_module(tensor, match)
             else:
                 layer, base, suffix = int(match["layer"]), match["base"], match.groupdict().get("suffix") or "weight"
                 if self._states.has(layer, base):
                     yield from self._states.tensors(tensor, layer, base, suffix)
                 else:
                     yield from self._of_layer(tensor, layer, base, suffix)
+
+    def _of_mtp_module(self, tensor: GGUFTensor, match: re.Match[str]) -> Iterator[HFTensor]:
+        """Tensors of a multi-token-prediction module: those of a layer, and those in front of it and behind it."""
+        layer, base = int(match["layer"]), match["base"]
+        suffix = match.groupdict().get("suffix") or "weight"
+        is_below_mtp = self._arch in _MTP_MODULES
+        ours, theirs = f"{self._prefix}{layer}.", f"mtp.layers.{layer - self._num_layers}."
+        if base.startswith(_NEXTN):
+            short = base.removeprefix(_NEXTN)
+            known = (_MTP_NAMES if is_below_mtp else _NEXTN_NAMES).get(short, short)
+            yield self._plain(f"{'mtp.' if is_below_mtp else ours}{known}.{suffix}", tensor, is_norm="norm" in base)
+            return
+        for found in self._of_layer(tensor, layer, base, suffix):
+            is_renamed = is_below_mtp and found.name.startswith(ours)
+            yield replace(found, name=theirs + found.name.removeprefix(ours)) if is_renamed else found
 
     def _of_layer(self, tensor: GGUFTensor, layer: int, base: str, suffix: str) -> Iterator[HFTensor]:
         name = f"{self._prefix}{layer}."
@@ -338,9 +362,9 @@ class _TensorMapping:
         else:
             yield self._plain(tensor.name, tensor)
 
-    def _plain(self, name: str, tensor: GGUFTensor) -> HFTensor:
+    def _plain(self, name: str, tensor: GGUFTensor, *, is_norm: bool = False) -> HFTensor:
         """A renamed tensor; Gemma's norms are shifted by one, and GPT-2's matrices are transposed."""
-        offset = -1.0 if self._arch in _OFFSET_NORMS and name.endswith("norm.weight") else 0.0
+        offset = -1.0 if self._arch in _OFFSET_NORMS and (is_norm or name.endswith("norm.weight")) else 0.0
         source = Source(tensor)
         transposed = self._is_gpt2 and name.startswith(self._prefix) and len(tensor.shape) == 2
         return HFTensor(name, tensor.shape, (source,), in_order(source.num_rows), transposed, offset)

@@ -188,8 +188,8 @@ def test_rows_of_each_key_head_in_old_files_of_qwen3_next(tmp_path: Path) -> Non
 def test_layers_for_multi_token_prediction_are_not_loaded(tmp_path: Path) -> None:
     checkpoint = checkpoint_of("qwen3next", tmp_path / "hf")
     layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
-    bases = ("nextn.eh_proj", "nextn.enorm", "attn_q", "attn_norm", "ffn_up_exps")
-    more = {f"blk.{layers}.{base}.weight": torch.zeros(32, 32) for base in bases}
+    bases = {"nextn.eh_proj": (), "nextn.enorm": (), "attn_q": (), "attn_norm": (), "ffn_up_exps": (2,)}
+    more = {f"blk.{layers}.{base}.weight": torch.zeros(*experts, 32, 32) for base, experts in bases.items()}
     extra = {"qwen3next.block_count": layers + 1, "qwen3next.nextn_predict_layers": 1}
     file = write_gguf(checkpoint, tmp_path / "model.gguf", extra=extra, more_tensors=more)
     folder = make_folder(file, tmp_path / "derived", model_config(read_gguf(file)))
