@@ -13,9 +13,10 @@ import torch
 from mvllm.platform.attention import BatchLayout
 from mvllm.platform.shapes import StepKind
 from mvllm.platform.state import StateLayout
+from mvllm.worker.state_passes import part_sizes
 
 _Buffer = TypeVar("_Buffer", np.ndarray, torch.Tensor)
-LayoutSizes = tuple[int, int, int, int, int, int, int, int]
+LayoutSizes = tuple[int, int, int, int, int, int, int, int, tuple[int, ...]]
 """The fields of a BufferLayout, in their order."""
 
 
@@ -28,6 +29,7 @@ class BufferLayout:
         prompt_lens, sample_rows: Sizes of these parts; 0 without them.
         num_groups: Groups of layers.
         state_slots: Sizes of `read_slots` and `write_slots`; 0 without sequence states.
+        state_passes: Tokens of each pass over the layers with states, see `state_passes.py`; none for a single pass.
     """
 
     tokens: int
@@ -38,6 +40,7 @@ class BufferLayout:
     sample_rows: int
     num_groups: int
     state_slots: int = 0
+    state_passes: tuple[int, ...] = ()
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -45,7 +48,8 @@ class BufferLayout:
         table = self.requests * self.pages
         first = [*[self.tokens] * 3, self.requests + 1, self.requests, self.logits_rows, table]
         optional = [self.prompt_lens, self.sample_rows, self.state_slots, self.state_slots]
-        return [*first, *optional, *[self.tokens, table] * (self.num_groups - 1)]
+        groups = [self.tokens, table] * (self.num_groups - 1)
+        return [*first, *optional, *groups, *part_sizes(self.tokens, self.requests, self.state_passes)]
 
     @cached_property
     def size(self) -> int:
@@ -55,7 +59,12 @@ class BufferLayout:
     @cached_property
     def slot_and_table_indices(self) -> list[tuple[int, int]]:
         """Index of each group's slots and block table among the parts."""
-        return [(2, 6), *((i, i + 1) for i in range(11, len(self.sizes), 2))]
+        return [(2, 6), *((i, i + 1) for i in range(11, self.first_pass_part, 2))]
+
+    @property
+    def first_pass_part(self) -> int:
+        """Index of the first part of `state_passes`."""
+        return 11 + 2 * (self.num_groups - 1)
 
     def parts(self, buffer: _Buffer) -> list[_Buffer]:
         """The parts of a buffer. Slices rather than `split`, whose results some devices do not accept as indices."""
@@ -111,18 +120,27 @@ class BufferLayout:
         ]
 
     def state_layout(
-        self, parts: list[np.ndarray], views: list[torch.Tensor], of: BatchLayout, *, is_static: bool
+        self,
+        parts: list[np.ndarray],
+        views: list[torch.Tensor],
+        of: BatchLayout,
+        *,
+        is_static: bool,
+        most_known: int = 0,
     ) -> StateLayout | None:
-        """The StateLayout of a step; None without sequence states.
+        """The StateLayout of a step, or of its first pass; None without sequence states.
 
         Args:
             parts, views: The parts on the host and on the device.
             of: The BatchLayout of the step.
             is_static: `max_query_len` must depend on the shape and on whether token i belongs to request i only, since
                 a compiler may take it for a constant.
+            most_known: Of a step with several passes: most tokens of a request in the first one.
         """
         if not self.state_slots:
             return None
+        if self.state_passes:
+            return self._first_pass(parts, views, of, most_known)
         max_query_len = of.max_query_len
         if is_static and (max_query_len != 1 or self.tokens != self.requests):
             max_query_len = self.tokens
@@ -137,6 +155,24 @@ class BufferLayout:
             read_slots_device=views[9],
             write_slots_device=views[10],
             kind=of.kind,
+            num_decodes=of.num_decodes,
+            capture=of.capture,
+        )
+
+
+    def _first_pass(
+        self, parts: list[np.ndarray], views: list[torch.Tensor], of: BatchLayout, most_known: int
+    ) -> StateLayout:
+        known, starts = self.state_passes[0], self.first_pass_part + 2
+        if of.capture:
+            most_known = 1 if of.kind is StepKind.VERIFY else known
+        return StateLayout(
+            self.requests,
+            known,
+            most_known,
+            *(parts[i] for i in (starts, 9, 10)),
+            *(views[i] for i in (starts, 9, 10)),
+            kind=StepKind.DECODE if of.kind is StepKind.VERIFY else StepKind.MIXED,
             num_decodes=of.num_decodes,
             capture=of.capture,
         )
