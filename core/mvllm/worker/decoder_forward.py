@@ -141,14 +141,13 @@ class DecoderForward(StepForward):
         if self.state_backend is not None:
             assert inputs.state_layout is not None, "the step has slots for states"
             metadata.append(self.state_backend.build_metadata(inputs.state_layout))
+            if (passes := inputs.state_passes) is not None:
+                drafts = map(self.state_backend.build_metadata, passes.drafts)
+                metadata += [passes.order, passes.place, *drafts]
         prompt_lens = inputs.prompt_lens
         if prompt_lens is not None and self._omits_prompt_lens:
             is_needed = inputs.longest_partial_prompt > self.model.original_context
             prompt_lens = prompt_lens if is_needed else None
-        if (passes := inputs.state_passes) is not None:
-            assert self.state_backend is not None, "only steps of models with states have passes"
-            drafts = map(self.state_backend.build_metadata, passes.drafts)
-            metadata += [passes.order, passes.place, *drafts]
         args = inputs.token_ids, inputs.positions, prompt_lens, intermediate, *metadata
         if self.static_items is not None:
             return function(*args, *self.static_items.arguments(items, inputs))
