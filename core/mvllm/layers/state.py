@@ -80,10 +80,7 @@ class SequenceState(nn.Module):
         sizes = passes.sizes()
         parts = zip(*(x.split(sizes) for x in inputs), strict=True)
         return torch.cat(
-            [
-                operation(_arguments_of(slots), *part)
-                for slots, part in zip((first, *passes.drafts), parts, strict=True)
-            ]
+            [operation(_arguments_of(slots), *part) for slots, part in zip((first, *passes.drafts), parts, strict=True)]
         )
 
 

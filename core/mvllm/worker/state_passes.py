@@ -150,13 +150,45 @@ def pass_inputs(
     parts: Sequence[np.ndarray], views: Sequence[torch.Tensor], passes: tuple[int, ...], *, capture: bool
 ) -> StatePassInputs:
     """The passes from their parts on the host and on the device."""
-    layouts = []
-    for i, rows in enumerate(passes[1:]):
-        at = _PARTS_BEFORE_DRAFTS + 3 * i
-        layouts.append(
-            StateLayout(
-                rows, rows, 1, *parts[at : at + 3], *views[at : at + 3],
-                kind=StepKind.DECODE, num_decodes=rows, capture=capture,
-            )
-        )  # fmt: skip
-    return StatePassInputs(views[0], views[1], layouts)
+    drafts = [
+        slots_layout(parts, views, (at, at + 1, at + 2), rows, rows, kind=StepKind.DECODE, capture=capture)
+        for at, rows in zip(range(_PARTS_BEFORE_DRAFTS, len(parts), 3), passes[1:], strict=True)
+    ]
+    return StatePassInputs(views[0], views[1], drafts)
+
+
+def slots_layout(
+    parts: Sequence[np.ndarray],
+    views: Sequence[torch.Tensor],
+    indices: tuple[int, int, int],
+    num_requests: int,
+    num_tokens: int,
+    *,
+    max_query_len: int = 1,
+    kind: StepKind,
+    num_decodes: int | None = None,
+    capture: bool,
+) -> StateLayout:
+    """A StateLayout.
+
+    Args:
+        parts, views: The parts of a buffer on the host and on the device.
+        indices: Those of `query_start_loc`, `read_slots` and `write_slots`.
+        num_decodes: By default all requests are decode rows.
+        num_requests, num_tokens, max_query_len, kind, capture: As in StateLayout.
+    """
+    starts, read, write = indices
+    return StateLayout(
+        num_requests=num_requests,
+        num_tokens=num_tokens,
+        max_query_len=max_query_len,
+        query_start_loc=parts[starts],
+        read_slots=parts[read],
+        write_slots=parts[write],
+        query_start_loc_device=views[starts],
+        read_slots_device=views[read],
+        write_slots_device=views[write],
+        kind=kind,
+        num_decodes=num_requests if num_decodes is None else num_decodes,
+        capture=capture,
+    )

@@ -13,7 +13,7 @@ import torch
 from mvllm.platform.attention import BatchLayout
 from mvllm.platform.shapes import StepKind
 from mvllm.platform.state import StateLayout
-from mvllm.worker.state_passes import part_sizes
+from mvllm.worker.state_passes import part_sizes, slots_layout
 
 _Buffer = TypeVar("_Buffer", np.ndarray, torch.Tensor)
 LayoutSizes = tuple[int, int, int, int, int, int, int, int, tuple[int, ...]]
@@ -139,40 +139,23 @@ class BufferLayout:
         """
         if not self.state_slots:
             return None
+        max_query_len, num_tokens, kind, starts = of.max_query_len, self.tokens, of.kind, 3
         if self.state_passes:
-            return self._first_pass(parts, views, of, most_known)
-        max_query_len = of.max_query_len
-        if is_static and (max_query_len != 1 or self.tokens != self.requests):
+            num_tokens, starts = self.state_passes[0], self.first_pass_part + 2
+            kind = StepKind.DECODE if kind is StepKind.VERIFY else kind
+            max_query_len = most_known
+            if of.capture:
+                max_query_len = 1 if kind is StepKind.DECODE else num_tokens
+        elif is_static and (max_query_len != 1 or self.tokens != self.requests):
             max_query_len = self.tokens
-        return StateLayout(
-            num_requests=self.requests,
-            num_tokens=self.tokens,
-            max_query_len=max_query_len,
-            query_start_loc=parts[3],
-            read_slots=parts[9],
-            write_slots=parts[10],
-            query_start_loc_device=views[3],
-            read_slots_device=views[9],
-            write_slots_device=views[10],
-            kind=of.kind,
-            num_decodes=of.num_decodes,
-            capture=of.capture,
-        )
-
-
-    def _first_pass(
-        self, parts: list[np.ndarray], views: list[torch.Tensor], of: BatchLayout, most_known: int
-    ) -> StateLayout:
-        known, starts = self.state_passes[0], self.first_pass_part + 2
-        if of.capture:
-            most_known = 1 if of.kind is StepKind.VERIFY else known
-        return StateLayout(
+        return slots_layout(
+            parts,
+            views,
+            (starts, 9, 10),
             self.requests,
-            known,
-            most_known,
-            *(parts[i] for i in (starts, 9, 10)),
-            *(views[i] for i in (starts, 9, 10)),
-            kind=StepKind.DECODE if of.kind is StepKind.VERIFY else StepKind.MIXED,
+            num_tokens,
+            max_query_len=max_query_len,
+            kind=kind,
             num_decodes=of.num_decodes,
             capture=of.capture,
         )

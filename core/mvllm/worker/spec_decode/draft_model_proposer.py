@@ -10,11 +10,11 @@ sampled, it computes that token and its own draft tokens one by one:
 
 Keys and values of rejected draft tokens are overwritten.
 
-If the draft model or the served model has layers with a sequence state, both have the same state slots, and a draft
-model with states goes through each step of the served model up to the last accepted draft token, and leaves its state in
-the slot that the served model has for that token. So every slot that is read later holds the states of both after the
-same tokens, whether it is a row's slot or a snapshot. New draft tokens are computed in slots that only the draft model
-has (StateLayers):
+If the draft model or the served model has layers with a sequence state, both have the same state slots. A draft model
+with states goes through each step of the served model up to the last accepted draft token, and leaves its state in the
+slot that the served model has for that token. So every slot that is read later holds the states of both after the same
+tokens, whether it is a row's slot or a snapshot. New draft tokens are computed in slots that only the draft model has
+(StateLayers):
 
     step     served model reads 4, writes 4, and 7 and 5 behind draft tokens    the first of these is accepted:
              draft model reads 4, writes 7
