@@ -12,9 +12,7 @@ import pytest
 from tests.helpers.plugins import ROOT, example_platform_path
 
 KINDS = ("hybrid", "hybrid-lora-verify")
-MORE = (
-    *("decode", "mixed", "verify", "lora", "lora-verify", "structured", "structured-verify", "window", "hybrid-verify"),
-)
+MORE = ("decode", "mixed", "verify", "lora", "lora-verify", "structured", "structured-verify", "window")
 
 
 @pytest.mark.parametrize("kinds", [KINDS, pytest.param(MORE, marks=pytest.mark.exhaustive)], ids=["few", "more"])
