@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[str, StepKind, list[list[int]], dict[str, Any]]] = {
     "window": ("gemma2", StepKind.MIXED, MANY, CHUNKS),
     "hybrid": ("qwen35", StepKind.MIXED, MANY, CHUNKS),
     "hybrid-verify": ("bamba", StepKind.VERIFY, FEW, DRAFTS),
+    "hybrid-lora-verify": ("bamba", StepKind.VERIFY, FEW, DRAFTS),
 }
 """Checkpoint, kind of some steps, prompts and settings."""
 SETTINGS = {

@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers.plugins import ROOT, example_platform_path
 
-KINDS = ("hybrid", "lora-verify")
-MORE = ("decode", "mixed", "verify", "lora", "structured", "structured-verify", "window", "hybrid-verify")
+KINDS = ("hybrid", "hybrid-lora-verify")
+MORE = ("decode", "mixed", "verify", "lora", "lora-verify", "structured", "structured-verify", "window")
 
 
 @pytest.mark.parametrize("kinds", [KINDS, pytest.param(MORE, marks=pytest.mark.exhaustive)], ids=["few", "more"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mvllm import LLM, SamplingParams
 from tests.engine.test_speculative import THREADS, acceptance, drafts, draw, run, tokens
@@ -91,6 +94,98 @@ def test_all_drafts_of_the_target_model_are_accepted(name: str) -> None:
         guessed, right = acceptance(llm)
         assert stats is not None and guessed == right > 0
         assert name == ONLY_STATE or stats.num_preemptions > 0
+        check_integrity(llm)
+
+
+@torch.inference_mode()
+def poison_free_slots(llm: LLM) -> None:
+    """Overwrites the states of all slots that no request uses and that are no snapshots, and those of drafts."""
+    core = llm.llm_engine._client._core  # type: ignore[attr-defined]
+    pool = core.scheduler._kv_cache.states._pool
+    kept = {*pool.cached_blocks(), *(slot for slot, count in enumerate(pool.ref_counts) if count)}
+    layers = core._executor._worker._worker.runner._layers.states
+    for layer in (*layers._layers, *layers._draft_layers):
+        for tensor in layer.state:
+            tensor[[slot for slot in range(len(tensor)) if slot not in kept]] = torch.nan
+
+
+def run_poisoned(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], aborted: Collection[int] = ()
+) -> dict[int, list[int]]:
+    """Runs requests, preempts some, and overwrites the states of free slots after each step.
+
+    Args:
+        aborted: Requests that are aborted after a few steps.
+
+    Returns:
+        Their tokens by number.
+    """
+    core, found = llm.llm_engine, dict[int, list[int]]()
+    scheduler = core._client._core.scheduler  # type: ignore[attr-defined]
+    swapper = scheduler._planner._running_plan._blocks._swapper
+    poison_free_slots(llm)
+    for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        core.add_request(str(i), {"prompt_token_ids": prompt}, each)
+    for number in itertools.count():
+        if not core.has_unfinished_requests():
+            return found
+        if number == 9:
+            core.abort_request([str(i) for i in aborted])
+        for output in core.step():
+            if output.finished:
+                found[int(output.request_id)] = list(output.outputs[0].token_ids)
+        if number % 7 == 6 and scheduler.requests.running:
+            is_swapped = swapper is not None and swapper.swap_out(scheduler.requests.running[-1])
+            scheduler.requests.preempt_last(is_swapped=is_swapped)
+        poison_free_slots(llm)
+    raise AssertionError("count() ends")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "settings"),
+    [
+        (HYBRID, "near", {}),
+        pytest.param(HYBRID, "ngram", {"kv_offloading_size": 0.05}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            HYBRID, "near", {"kv_offloading_size": 0.05, "preemption_mode": "swap"}, marks=pytest.mark.exhaustive
+        ),
+        *(
+            pytest.param(name, kind, {}, marks=pytest.mark.exhaustive)
+            for name in (ONLY_STATE, "qwen3next", "kimilinear", "lfm2", "falconh1", "nemotronh", ATTENTION)
+            for kind in ("near", "state", "ngram")
+            if name != ATTENTION or kind == "state"
+        ),
+    ],
+    ids=str,
+)
+def test_no_step_reads_a_state_that_is_not_its_own(name: str, kind: str, settings: dict[str, Any]) -> None:
+    """Prefix hits that end 0 to 16 tokens behind a block, in chunks, with preemption and aborts.
+
+    A read of the state behind a rejected draft token, of an earlier step, or of another request gives NaN.
+    """
+    rng, folder = random.Random(1), drafts(name)
+    shared, lengths = draw(rng, 100), range(17) if settings or name != HYBRID else (0, 1, 7, 15, 16)
+    prompts = [[*shared[: 32 + length], *draw(rng, 1 + length % 3)] for length in lengths] + [[5, 6, 7] * 15]
+    params = [
+        SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.8 * (i % 2), seed=i, detokenize=False)
+        for i in range(len(prompts))
+    ]
+    with engine(folder, enable_prefix_caching=False) as llm:
+        expected = dict(enumerate(tokens(run(llm, prompts, params))))
+    draft = {"near": drafts(name, noise=0.05), "state": drafts(ONLY_STATE, seed=3)}.get(kind)
+    settings = {
+        "speculative_config": ngram(4) if draft is None else speculative(draft, 4),
+        "state_snapshot_interval": 16,
+        "max_num_batched_tokens": 40,
+        **settings,
+    }
+    with engine(folder, **settings) as llm:
+        assert run_poisoned(llm, prompts, params) == expected
+        again = run_poisoned(llm, prompts, params, aborted=range(0, len(prompts), 3))
+        assert len(again) < len(expected) and again == {i: expected[i] for i in again}
+        stats = llm.llm_engine.stats
+        assert stats is not None and 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+        assert stats.prefix_cache_hits > 0
         check_integrity(llm)
 
 

@@ -41,7 +41,7 @@ class RequestStateSlots:
         position: Tokens that the state in `source` has consumed, after the plans made so far.
         next_snapshot: The next position at which its state is kept. Steps end there.
         prompt_snapshots: Positions to keep besides the multiples of the interval, in ascending order.
-        draft_slot: The slot that a step with draft tokens writes, if that is not `slot`; otherwise -1.
+        draft_slots: The slots behind each draft token that a step in flight verifies.
         pending: Snapshots that have no hash yet: position and slot.
         num_prompt_tokens: Length of the prompt.
         has_siblings: Other requests have the same prompt.
@@ -53,7 +53,7 @@ class RequestStateSlots:
 
     __slots__ = (
         "awaited",
-        "draft_slot",
+        "draft_slots",
         "has_siblings",
         "is_impatient",
         "next_snapshot",
@@ -70,7 +70,8 @@ class RequestStateSlots:
     def __init__(self, num_prompt_tokens: int, *, has_siblings: bool) -> None:
         self.num_prompt_tokens = num_prompt_tokens
         self.has_siblings = has_siblings
-        self.slot = self.source = self.draft_slot = -1
+        self.slot = self.source = -1
+        self.draft_slots: list[int] = []
         self.position = 0
         self.next_snapshot = NO_POSITION
         self.prompt_snapshots: list[int] = []
@@ -81,9 +82,14 @@ class RequestStateSlots:
         self.is_impatient = False
 
     @property
+    def written(self) -> list[int]:
+        """The slots that no other request reads: `slot` and `draft_slots`."""
+        return [self.slot, *self.draft_slots]
+
+    @property
     def held(self) -> list[int]:
         """The slots that it uses, each as often as it counts as a user of it."""
-        slots = [slot for slot in (self.slot, self.draft_slot) if slot >= 0]
+        slots = [slot for slot in self.written if slot >= 0]
         if self.source >= 0 and self.source != self.slot:
             slots.append(self.source)
         return slots + [slot for _, slot in self.pending]

@@ -26,8 +26,11 @@ A waiting request waits for a snapshot that an earlier running request is going 
 together are computed once. It does not wait for a few tokens, and only while that request runs and advances. That one
 never waits for a later one.
 
-A step with draft tokens reads one slot and writes another. If all draft tokens are accepted the request goes on with
-the second one, otherwise with the first: it computes the accepted tokens again.
+A step with draft tokens leaves a state behind its known tokens and behind each draft token, in a slot each. When its
+results are back, the request goes on with the one behind the last accepted token, and the other slots are freed:
+
+    tokens        known     draft     draft     draft
+    writes        slot 2    slot 5    slot 6    slot 8       two draft tokens are accepted: the next step reads slot 6
 """
 
 from __future__ import annotations
@@ -215,13 +218,13 @@ class StateSlots:
         """Whether there may be offers."""
         return bool(self._computing)
 
-    def can_verify(self, state: RequestStateSlots, *, num_spare: int) -> bool:
-        """Whether a step of this request can have draft tokens.
+    def num_verifiable(self, *, num_spare: int) -> int:
+        """How many draft tokens a step of a request can have. Each needs a slot.
 
         Args:
             num_spare: Slots that must stay free.
         """
-        return state.source != state.slot or self._pool.num_free > num_spare
+        return max(0, self._pool.num_free - num_spare)
 
     # -------------------------------------------------------------------------------------------- allocate and free
 
@@ -311,8 +314,9 @@ class StateSlots:
             self._name_pending(table, num_computed_tokens)
         for slot in state.held:
             self._pool.free([slot])
-        state.slot = state.source = state.draft_slot = -1
+        state.slot = state.source = -1
         state.position = 0
+        state.draft_slots = []
         state.next_snapshot = NO_POSITION
         state.pending.clear()
         self._with_pending.pop(table, None)
@@ -328,9 +332,7 @@ class StateSlots:
             if not table.state.pending:
                 del self._with_pending[table]
 
-    def assign(
-        self, tables: Sequence[BlockTable], ends: Sequence[int], verifying: Collection[int]
-    ) -> tuple[list[int], list[int]]:
+    def assign(self, tables: Sequence[BlockTable], ends: Sequence[int]) -> tuple[list[int], list[int]]:
         """Chooses the slots of a plan's rows, and makes snapshots. Once per plan, when its rows are complete.
 
         Slots allocated here are for later plans, so they may be among those that the plan reads.
@@ -338,19 +340,15 @@ class StateSlots:
         Args:
             tables: One per row.
             ends: Known tokens that each of them has computed with this plan.
-            verifying: Rows with draft tokens.
 
         Returns:
             `read_slots` and `write_slots` of the plan.
         """
         reads, writes = [], []
-        for row, (table, end) in enumerate(zip(tables, ends, strict=True)):
+        for table, end in zip(tables, ends, strict=True):
             state = table.state
             source, slot = state.source, state.slot
             reads.append(source)
-            if row in verifying:
-                writes.append(slot if source != slot else state.draft_slot)
-                continue
             writes.append(slot)
             if source != slot:
                 if source >= 0:
@@ -361,32 +359,25 @@ class StateSlots:
                 self._pass_position(table)
         return reads, writes
 
-    def reserve_draft_slot(self, state: RequestStateSlots) -> None:
-        """Allocates the slot that a step with draft tokens writes. The caller has checked `can_verify`."""
-        if state.source == state.slot:
-            state.draft_slot = self._pool.allocate(1)[0]
+    def reserve_draft_slots(self, state: RequestStateSlots, count: int) -> None:
+        """Allocates the slots of a step's draft tokens. The caller has checked `num_verifiable`."""
+        state.draft_slots = self._pool.allocate(count)
 
-    def accept_drafts(self, table: BlockTable, position: int) -> None:
-        """Goes on with the state behind the draft tokens, all of which were accepted.
+    def accept_drafts(self, table: BlockTable, count: int) -> None:
+        """Goes on with the state behind the last accepted draft token, or behind the known tokens if none is accepted.
 
         Args:
-            position: Tokens that it has consumed.
+            count: Draft tokens that were accepted.
         """
         state = table.state
-        if state.draft_slot >= 0:
-            self._pool.free([state.slot])
-            state.slot, state.draft_slot = state.draft_slot, -1
-        elif state.source >= 0:
-            self._pool.free([state.source])
-        state.source, state.position = state.slot, position
-        if position >= state.next_snapshot:
+        slots = [state.slot, *state.draft_slots]
+        state.slot = state.source = slots.pop(count)
+        state.draft_slots = []
+        for slot in slots:
+            self._pool.free([slot])
+        state.position += count
+        if count and state.position >= state.next_snapshot:
             self._pass_position(table)
-
-    def reject_drafts(self, state: RequestStateSlots) -> None:
-        """Goes on with the state before the step with draft tokens."""
-        if state.draft_slot >= 0:
-            self._pool.free([state.draft_slot])
-            state.draft_slot = -1
 
     # ------------------------------------------------------------------------------------------------------ hashes
 
@@ -424,7 +415,7 @@ class StateSlots:
         users = Counter(slot for table in tables for slot in table.state.held)
         for slot, count in enumerate(pool.ref_counts):
             assert users[slot] == count, f"State slot {slot} has {users[slot]} users, its count says {count}"
-        own = [slot for table in tables for slot in (table.state.slot, table.state.draft_slot) if slot >= 0]
+        own = [slot for table in tables for slot in table.state.written if slot >= 0]
         named = set(pool.cached_blocks())
         for slot in own:
             assert users[slot] == 1, f"State slot {slot} is written by a request and used by another one"

@@ -153,6 +153,26 @@ class BuildContext:
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
 
+@dataclass(frozen=True)
+class StatePasses:
+    """The passes of a step over layers with a sequence state: over the known tokens, then over each draft token.
+
+    Attributes:
+        order: int32 [sum of the tokens of all passes], device: the tokens of the step, in the order of the passes.
+        place: int32 [T], device: where each token is in that order.
+        drafts: The slots of each pass over draft tokens, one token per request.
+    """
+
+    order: torch.Tensor
+    place: torch.Tensor
+    drafts: tuple[StateArguments, ...]
+
+    def sizes(self) -> list[int]:
+        """Tokens of each pass."""
+        drafts = [len(each.read_slots) for each in self.drafts]
+        return [len(self.order) - sum(drafts), *drafts]
+
+
 @dataclass
 class ForwardStep:
     """Attention metadata and per-token inputs of one step, for the layers.
@@ -166,7 +186,9 @@ class ForwardStep:
         prompt_starts_array: The same on the device, [R + 1], int32, for encoders that are traced; they read it instead.
         token_types: [T], int32, device: token type (first or second text) of each token; None means type 0 for all.
             Read only by models with `uses_token_types`.
-        state_metadata: The slots of the step's sequence states; None for models without them.
+        state_metadata: The slots of the step's sequence states; None for models without them. With `state_passes` those
+            of the first pass.
+        state_passes: The passes of a step with draft tokens over layers with a sequence state; None for a single pass.
         selected_positions: Sparse attention: the positions that the last indexer so far has selected for each token,
             which later layers without an indexer read; None before the first.
         item_indices: [n], int64, device: the tokens of the step that take a row of `item_embeds` instead of the
@@ -189,6 +211,7 @@ class ForwardStep:
     prompt_starts_array: torch.Tensor | None = None
     token_types: torch.Tensor | None = None
     state_metadata: StateArguments | None = None
+    state_passes: StatePasses | None = None
     selected_positions: torch.Tensor | None = None
     item_indices: torch.Tensor | None = None
     item_index: torch.Tensor | None = None

@@ -27,7 +27,7 @@ from mvllm.layers.linear import Linear, RowParallelLinear, shard_slice
 from mvllm.layers.matrix_layout import Part
 from mvllm.layers.rotary import CosSinRows
 from mvllm.layers.short_conv import CausalConv1d
-from mvllm.layers.state import SequenceState
+from mvllm.layers.state import SequenceState, StateStep
 from mvllm.layers.weight_target import WeightTarget, whole_tensor_target
 from mvllm.platform.state import StateTensor
 
@@ -156,23 +156,31 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]; updates the step's states. `angles` are not used."""
-        config, arguments = self.config, self.cache.arguments(step)
-        conv_state, state = self.cache.state
-        qkv, z = self.qkvz(x).split((sum(self._rows[:3]), self._rows[3]), dim=-1)
-        b, a = self.ba(x).chunk(2, dim=-1)
-        q, k, v = self.conv(qkv, conv_state, arguments).split(self._rows[:3], dim=-1)
+        config, cache = self.config, self.cache
+        conv_state, state = cache.state
+        qkvz, parts = self.qkvz(x), (sum(self._rows[:3]), self._rows[3])
+        qkv, z = cache.in_passes(qkvz, step).split(parts, dim=-1)[0], qkvz.split(parts, dim=-1)[1]
+        b, a = cache.in_passes(self.ba(x), step).chunk(2, dim=-1)
+        qkv = cache.run(lambda slots, qkv: self.conv(qkv, conv_state, slots), step, qkv)
         beta = self._sigmoid(b)
-        y = self._delta_rule(
-            q.unflatten(-1, (self._num_key_heads, -1)),
-            k.unflatten(-1, (self._num_key_heads, -1)),
-            v.unflatten(-1, (self._num_value_heads, -1)),
-            self._log_decay(a, self.decay, self.dt_bias),
-            beta if config.beta_scale == 1.0 else beta * config.beta_scale,
-            state,
-            *arguments,
-            self._scale,
-            True,
-        )
+        if config.beta_scale != 1.0:
+            beta = beta * config.beta_scale
+
+        def advance(slots: StateStep, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+            q, k, v = qkv.split(self._rows[:3], dim=-1)
+            return self._delta_rule(
+                q.unflatten(-1, (self._num_key_heads, -1)),
+                k.unflatten(-1, (self._num_key_heads, -1)),
+                v.unflatten(-1, (self._num_value_heads, -1)),
+                g,
+                beta,
+                state,
+                *slots,
+                self._scale,
+                True,
+            )
+
+        y = cache.in_step(cache.run(advance, step, qkv, self._log_decay(a, self.decay, self.dt_bias), beta), step)
         gate, size = z.unflatten(-1, (self._num_value_heads, -1)), config.value_head_dim
         return self.output(self._norm(y, gate, self.norm_weight, config.eps, size, True, "silu").flatten(1))
 

@@ -35,7 +35,7 @@ from mvllm.layers.linear import Linear, RowParallelLinear, shard_slice
 from mvllm.layers.matrix_layout import Part
 from mvllm.layers.rotary import CosSinRows
 from mvllm.layers.short_conv import CausalConv1d
-from mvllm.layers.state import SequenceState
+from mvllm.layers.state import SequenceState, StateStep
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.platform.state import StateTensor
 
@@ -194,25 +194,31 @@ class Mamba2Mixer(nn.Module):
 
     def forward(self, x: torch.Tensor, angles: CosSinRows | None, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]; updates the step's states. `angles` are not used."""
-        conv_state, ssm_state = self.cache.state
-        arguments = self.cache.arguments(step)
+        cache = self.cache
+        conv_state, ssm_state = cache.state
         projected = self.in_proj(x)
         if self._scales is not None:
             projected = projected * self._scales
-        gate, xbc, dt = projected.split(self._sizes, dim=-1)
-        values, b, c = self.conv(xbc, conv_state, arguments).split(self._conv_sizes, dim=-1)
-        y = self._ssd(
-            values.unflatten(-1, (self._heads, -1)),
-            dt,
-            self.heads.a,
-            b.unflatten(-1, (self._groups, -1)),
-            c.unflatten(-1, (self._groups, -1)),
-            self.heads.d,
-            self.heads.dt_bias,
-            ssm_state,
-            *arguments,
-            *self.config.dt_limit,
-        ).flatten(1)
+        gate = projected.split(self._sizes, dim=-1)[0]
+        _, xbc, dt = cache.in_passes(projected, step).split(self._sizes, dim=-1)
+        xbc = cache.run(lambda slots, xbc: self.conv(xbc, conv_state, slots), step, xbc)
+
+        def advance(slots: StateStep, xbc: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
+            values, b, c = xbc.split(self._conv_sizes, dim=-1)
+            return self._ssd(
+                values.unflatten(-1, (self._heads, -1)),
+                dt,
+                self.heads.a,
+                b.unflatten(-1, (self._groups, -1)),
+                c.unflatten(-1, (self._groups, -1)),
+                self.heads.d,
+                self.heads.dt_bias,
+                ssm_state,
+                *slots,
+                *self.config.dt_limit,
+            )
+
+        y = cache.in_step(cache.run(advance, step, xbc, dt), step).flatten(1)
         return self.out_proj(y * self._silu(gate) if self.norm is None else self.norm(y, gate))
 
 

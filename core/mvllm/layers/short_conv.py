@@ -11,12 +11,9 @@ from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_slice
 from mvllm.layers.matrix_layout import Part
 from mvllm.layers.rotary import CosSinRows
-from mvllm.layers.state import SequenceState
+from mvllm.layers.state import SequenceState, StateStep
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.platform.state import StateTensor
-
-StateStep = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
-"""Result of `SequenceState.arguments`."""
 
 
 class CausalConv1d(nn.Module):
@@ -96,4 +93,6 @@ class ShortConv(nn.Module):
         """[T, hidden_size] to [T, hidden_size]; updates the step's states. `angles` are not used."""
         (state,) = self.cache.state
         b, c, x = self.in_proj(x).chunk(3, dim=-1)
-        return self.output(c * self.conv(b * x, state, self.cache.arguments(step)))
+        x = self.cache.in_passes(b * x, step)
+        y = self.cache.run(lambda slots, x: self.conv(x, state, slots), step, x)
+        return self.output(c * self.cache.in_step(y, step))

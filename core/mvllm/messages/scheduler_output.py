@@ -74,8 +74,7 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
         num_scheduled_tokens: Tokens that each of `rows` computes, at least one.
         total_num_scheduled_tokens: Their sum.
         draft_token_ids: By position in `rows`, for rows that sample: draft tokens. They are the last of the row's
-            scheduled tokens, after the known ones, so that the model predicts the token after each of them. In models
-            with sequence states a row with a rejected draft token goes back to its position before the step.
+            scheduled tokens, after the known ones, so that the model predicts the token after each of them.
         max_draft_tokens: Most tokens of the drafts that are proposed after this step; None for the engine's setting.
         mask_rows: Those of `rows` whose sampling in this step is restricted by a token mask (structured outputs). A row
             with draft tokens is repeated: its masks are those of the token behind its known tokens, and of the token
@@ -86,7 +85,10 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
             `WorkerProtocol.sample_tokens`, which has the masks. Requires workers with that method.
         read_slots: Of models with sequence states, the state slot that each of `rows` reads; -1 for a sequence that
             starts, whose state is zeros. Empty for other models.
-        write_slots: The state slot that each of `rows` writes. Empty for models without sequence states.
+        write_slots: The state slot that each of `rows` writes: the state behind its known tokens. Empty for models
+            without sequence states.
+        draft_slots: By position in `rows`, for rows with draft tokens in models with sequence states: the state slots
+            behind each draft token. The next plan of the row reads one of them, or that of `write_slots`.
         saved_blocks, saved_host_blocks: Pairs of a KV block and a host block, to which its contents are copied. These
             copies come first: a block may be one that this step writes anew. See `kv_transfer.host_kv_cache`.
         loaded_blocks, loaded_host_blocks: Likewise, in the other direction. Second, before anything is computed.
@@ -110,6 +112,7 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
     masks_follow: bool = False
     read_slots: list[int] = []
     write_slots: list[int] = []
+    draft_slots: dict[int, list[int]] = {}
     saved_blocks: list[int] = []
     saved_host_blocks: list[int] = []
     loaded_blocks: list[int] = []

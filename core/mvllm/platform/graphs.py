@@ -40,10 +40,12 @@ class CompileBackend(ABC):
     `enforce_eager` is set. Its arguments are positional: the step's tensors, or None for those that the model does not
     read, or, if `needs_warm_up` is false, does not read in this step; then the result of `build_metadata` of each of
     this platform's attention backends, and for models with sequence states that of `StateBackend.build_metadata` (since
-    contract 1.1). If tokens have LoRA adapters in a step whose `BatchLayout.capture` is set, one more tensor follows
-    (since contract 1.1), int32 [T]: the slot of each token's adapter. The function returns one tensor, reads the
-    weights, and changes only the KV cache, sequence states and, where permitted, the storage of its arguments. If
-    `compile_head` returns a function, it also reads the last sampled tokens, a tensor of core.
+    contract 1.1). A step of such a model that verifies draft tokens has more of them: two int32 tensors follow, and
+    another result of `StateBackend.build_metadata` for each draft position. If tokens have LoRA adapters in a step
+    whose `BatchLayout.capture` is set, one more tensor follows (since contract 1.1), int32 [T]: the slot of each
+    token's adapter. The function returns one tensor, reads the weights, and changes only the KV cache, sequence states
+    and, where permitted, the storage of its arguments. If `compile_head` returns a function, it also reads the last
+    sampled tokens, a tensor of core.
 
     A second call with equal arguments stores the same keys and values, but not the same states: the slot that it reads
     may be the slot that the first call wrote. A backend that runs a step twice gives one of the runs write slots -1.

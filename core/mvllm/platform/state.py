@@ -170,7 +170,9 @@ class StateBackend:
         """The arguments of a step's operations, or an instance of a subclass with more data.
 
         Core calls it once per step, on the backend of any of the model's specs. So the result does not depend on the
-        spec. It does not wait for the device. Compiled functions get the result as an argument, see CompileBackend.
+        spec. In a step with draft tokens core calls it once more for each draft position: operations are called once
+        with each result, as in a step whose requests have one token. It does not wait for the device. Compiled
+        functions get the result as an argument, see CompileBackend.
         """
         return StateArguments(
             layout.query_start_loc_device,

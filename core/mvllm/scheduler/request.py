@@ -105,8 +105,6 @@ class Request:
             long prompt: by then more of this prompt may be in the prefix cache.
         is_very_long: Its prompt gets only as many tokens in a step as `long_prefill_slowdown` permits.
         draft_token_ids: Draft tokens for its next plan.
-        recomputes: It generates, and computes tokens again because a draft token behind them was rejected. Only in
-            models with sequence states.
         grammar: Its grammar, if it has one.
         relaxations: What that does not enforce, until an output says so.
         weight_versions: Versions of the weights that sampled its tokens before the present one, with the number of
@@ -147,7 +145,6 @@ class Request:
         "pooling_type",
         "primary",
         "prompt_logprobs",
-        "recomputes",
         "relaxations",
         "request_id",
         "row",
@@ -197,7 +194,6 @@ class Request:
         self.scheduled_time = 0.0
         self.first_token_time = 0.0
         self.draft_token_ids: list[int] = []
-        self.recomputes = False
         self.grammar: Grammar | None = None
         self.relaxations: tuple[str, ...] = ()
         self.is_long = False

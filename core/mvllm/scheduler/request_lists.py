@@ -260,7 +260,6 @@ class RequestLists:
         request.row = -1
         request.num_computed_tokens = 0
         request.draft_token_ids = []
-        request.recomputes = False
 
     def _free_items(self, request: Request) -> None:
         if request.items and self._encoders is not None:

@@ -125,13 +125,12 @@ class RunningPlan:
         if not self._blocks.allocate(request, drafts, step.plan):
             return None
         self._kv_cache.cache_blocks(request.table, request.num_tokens)
-        request.recomputes = False
         if drafts and request.grammar is not None:
             step.draft_masks[request.row] = masks = request.grammar.draft_masks(drafts)
             del drafts[len(masks) :]
         step.add(request, 1, drafts)
         if drafts:
-            self._states.reserve_draft_slot(request)
+            self._states.reserve_draft_slots(request, len(drafts))
         return True
 
     def _plan_prompt(self, request: Request, step: Step) -> bool | None:
@@ -147,7 +146,6 @@ class RunningPlan:
         if num_planned is None:
             return None
         if num_planned == total:
-            request.recomputes = False
             return True
         if share.is_limited:
             step.held_back.append((request, positions))
@@ -156,9 +154,6 @@ class RunningPlan:
     def _take_share(self, request: Request, total: int, step: Step) -> PromptShare:
         """Takes the share of this round of a request with `total` uncomputed tokens."""
         if total <= len(request.sides):
-            return WHOLE
-        if request.recomputes:  # it generates
-            step.recomputes = True
             return WHOLE
         share = self._limiter.share(total, is_very_long=request.is_very_long)
         self._limiter.take(share)

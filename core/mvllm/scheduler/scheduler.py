@@ -535,24 +535,15 @@ class Scheduler:
                 batch[position].draft_token_ids = tokens
 
     def _apply_draft_results(self, plan: SchedulerOutput, batch: list[Request], output: ModelRunnerOutput) -> None:
-        """Counts draft tokens, and chooses the state of requests whose draft tokens were verified; see `StateSlots`.
-
-        A request with a rejected draft token goes back to the position before the step, also on the worker.
-        """
+        """Counts draft tokens, and chooses the state of requests whose draft tokens were verified; see `StateSlots`."""
         count_draft_tokens(self._stats, plan, output)
         states = self._kv_cache.states
         if states is None:
             return
-        for position, drafts in plan.draft_token_ids.items():
+        for position in plan.draft_token_ids:
             request = batch[position]
-            if request.status is not RequestStatus.RUNNING:
-                continue
-            if len(output.further_token_ids.get(position, ())) == len(drafts):
-                states.accept_drafts(request.table, request.num_computed_tokens)
-            else:
-                states.reject_drafts(request.table.state)
-                request.num_computed_tokens = request.table.state.position
-                request.recomputes = True
+            if request.status is RequestStatus.RUNNING:
+                states.accept_drafts(request.table, len(output.further_token_ids.get(position, ())))
 
     def _finish_pooled(self, batch: list[Request], vectors: dict[int, bytes], outputs: list[EngineCoreOutput]) -> None:
         """Finishes the pooling requests whose vectors are in the results."""

@@ -37,10 +37,12 @@ class StatePlanner:
         """Adds the state slots to a plan whose rows are complete."""
         if self._states is not None:
             plan.read_slots, plan.write_slots = self._states.assign(
-                [request.table for request in batch],
-                [request.num_computed_tokens for request in batch],
-                plan.draft_token_ids,
+                [request.table for request in batch], [request.num_computed_tokens for request in batch]
             )
+            if plan.draft_token_ids:
+                plan.draft_slots = {
+                    position: batch[position].table.state.draft_slots for position in plan.draft_token_ids
+                }
 
     def room(self, request: Request, start: int) -> int:
         """Tokens that a running request may compute from `start` on before its state is kept; may be 0."""
@@ -55,11 +57,10 @@ class StatePlanner:
         states, state = self._states, request.table.state
         if states is None:
             return sys.maxsize
-        if not states.can_verify(state, num_spare=2 if others_wait else 0):
-            return 0
-        return state.next_snapshot - request.num_tokens  # the state behind the last draft token may be a snapshot
+        room = state.next_snapshot - request.num_tokens  # the state behind the last draft token may be a snapshot
+        return min(room, states.num_verifiable(num_spare=2 if others_wait else 0))
 
-    def reserve_draft_slot(self, request: Request) -> None:
-        """Allocates the slot that a request with draft tokens writes in this step."""
+    def reserve_draft_slots(self, request: Request, count: int) -> None:
+        """Allocates the slots behind each of the draft tokens of a request in this step."""
         if self._states is not None:
-            self._states.reserve_draft_slot(request.table.state)
+            self._states.reserve_draft_slots(request.table.state, count)

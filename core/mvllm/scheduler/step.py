@@ -29,10 +29,9 @@ class Step:
         held_back: Running requests that got fewer tokens than they have to compute, with the position in the batch of
             each side; -1 for a side that got none.
         draft_masks: Grammar masks behind draft tokens, by row.
-        recomputes: A request that generates computes several tokens again.
     """
 
-    __slots__ = ("_most", "batch", "budget", "counts", "draft_masks", "held_back", "plan", "recomputes")
+    __slots__ = ("_most", "batch", "budget", "counts", "draft_masks", "held_back", "plan")
 
     def __init__(self, number: int, budget: int) -> None:
         self.plan = SchedulerOutput(step=number)
@@ -41,12 +40,11 @@ class Step:
         self.budget = self._most = budget
         self.held_back: list[tuple[Request, list[int]]] = []
         self.draft_masks: dict[int, list[bytes]] = {}
-        self.recomputes = False
 
     @property
     def generates(self) -> bool:
         """Whether a request in the step generates, as far as its numbers of tokens say."""
-        return 1 in self.counts or bool(self.plan.draft_token_ids) or self.recomputes
+        return 1 in self.counts or bool(self.plan.draft_token_ids)
 
     def add(self, side: Request, count: int, drafts: list[int] | None = None, position: int = -1) -> int:
         """Plans tokens of one side of a request. Returns its position in the batch.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mvllm.errors import ModelError
-from mvllm.layers.context import ForwardStep
+from mvllm.layers.context import ForwardStep, StatePasses
 from mvllm.layers.lora import CurrentLoRAMapping, LoRAMapping
 from mvllm.platform.attention import AttentionBackend, AttentionMetadata, BatchLayout
 from mvllm.platform.graphs import CompileBackend
@@ -141,6 +141,9 @@ class DecoderForward(StepForward):
         if self.state_backend is not None:
             assert inputs.state_layout is not None, "the step has slots for states"
             metadata.append(self.state_backend.build_metadata(inputs.state_layout))
+            if (passes := inputs.state_passes) is not None:
+                drafts = map(self.state_backend.build_metadata, passes.drafts)
+                metadata += [passes.order, passes.place, *drafts]
         prompt_lens = inputs.prompt_lens
         if prompt_lens is not None and self._omits_prompt_lens:
             is_needed = inputs.longest_partial_prompt > self.model.original_context
@@ -172,10 +175,12 @@ class DecoderForward(StepForward):
 
         Args:
             others: Attention metadata in the order of `attention_groups`; for models with sequence states then a
-                StateArguments; then in a captured step with LoRA the slot of each token's adapter, or with static
-                shapes the tensors of items.
+                StateArguments, and in a step with draft tokens the fields of StatePasses; then in a captured step with
+                LoRA the slot of each token's adapter, or with static shapes the tensors of items.
         """
         num_metadata = len(self.attention_groups) + (self.state_backend is not None)
+        if num_drafts := sum(isinstance(each, StateArguments) for each in others[num_metadata:]):
+            num_metadata += 2 + num_drafts
         metadata = others[:num_metadata]
         if self.static_items is not None:
             fields = self.static_items.fields(others[num_metadata:])
@@ -197,11 +202,21 @@ class DecoderForward(StepForward):
         if self.token_buffer is not None:
             token_ids = self.token_buffer.replace_placeholders(token_ids)
         slots: StateArguments | None = None
+        passes: StatePasses | None = None
         if self.state_backend is not None:
-            metadata, slots = metadata[:-1], metadata[-1]
+            count = len(self.attention_groups)
+            metadata, (slots, *of_passes) = metadata[:count], metadata[count:]
+            if of_passes:
+                order, place, *drafts = of_passes
+                passes = StatePasses(order, place, tuple(drafts))
         of_groups: dict[Hashable, AttentionMetadata] = dict(zip(self.attention_groups, metadata, strict=True))
         step = ForwardStep(
-            of_groups, prompt_lens, state_metadata=slots, kept_layers=self._kept_layers, **(fields or {})
+            of_groups,
+            prompt_lens,
+            state_metadata=slots,
+            state_passes=passes,
+            kept_layers=self._kept_layers,
+            **(fields or {}),
         )
         hidden: torch.Tensor = self.model(token_ids, positions, step, intermediate)
         return torch.cat((hidden, *step.kept_states), dim=1) if self._kept_layers else hidden

@@ -55,8 +55,6 @@ class InputBatch:
         max_rows, num_groups: As given.
         max_pages: Blocks of the longest sequence.
         block_table: int32 [num_groups * max_rows, max_pages + 1]; the last entry is spare.
-        verified: Of models with sequence states, by row that verifies draft tokens in its last step: the first position
-            of that step and the number of draft tokens.
         num_blocks: int32 [num_groups * max_rows]; used entries of `block_table`.
         prompt_logprobs: Row to the requested number, for requests with `prompt_logprobs`.
         pooling: Pooling requests; their rows never sample.
@@ -84,7 +82,6 @@ class InputBatch:
         self.num_computed = np.zeros(max_rows, dtype=np.int32)
         self.block_table = np.zeros((num_groups * max_rows, self.max_pages + 1), dtype=np.int32)
         self.num_blocks = np.zeros(num_groups * max_rows, dtype=np.int32)
-        self.verified: dict[int, tuple[int, int]] = {}
         self.prompt_logprobs: dict[int, int] = {}
         self.pooling = PoolingState()
         self.lora_ids = np.zeros(max_rows, dtype=np.int64)
@@ -113,9 +110,6 @@ class InputBatch:
     ) -> None:
         """Appends the tokens of a step.
 
-        A state cannot go back to the last accepted token. If a draft token of a row with a state is rejected, its next
-        step reads the state from before this step, and computes the accepted tokens again.
-
         Args:
             rows: int [n]: distinct.
             token_ids: int [n]: the token sampled first for each of `rows`.
@@ -125,11 +119,6 @@ class InputBatch:
         for row, draft_token_ids in accepted.items():
             self.history.extend(row, draft_token_ids)
             self.num_computed[row] += len(draft_token_ids)
-        if self.verified:
-            for row in rows.tolist():
-                first, num_draft_tokens = self.verified.pop(row, (0, 0))
-                if len(accepted.get(row, ())) < num_draft_tokens:
-                    self.num_computed[row] = first
 
     def give_only_greedy_tokens(self, plan: SchedulerOutput, sampling_rows: np.ndarray) -> bool:
         """Whether a step gives one greedy token for each row of logits, without masks, and nothing else.
@@ -196,7 +185,6 @@ class InputBatch:
     def _remove_request(self, row: int) -> None:
         self.history.clear_row(row)
         self.num_blocks[row :: self.max_rows] = 0
-        self.verified.pop(row, None)
         self.prompt_logprobs.pop(row, None)
         self.pooling.clear_row(row)
         self.lora_ids[row] = 0

@@ -437,9 +437,6 @@ class ModelRunner:
         # A draft token counts as computed once it is accepted.
         if plan.draft_token_ids:
             self.rows.num_computed[inputs.rows[inputs.sampling_positions]] -= inputs.num_draft_tokens
-        if plan.read_slots:
-            for position, drafts in plan.draft_token_ids.items():
-                self.rows.verified[plan.rows[position]] = (int(inputs.first_positions[position]), len(drafts))
         return computed
 
     def compute_step(
@@ -562,9 +559,6 @@ class ModelRunner:
         excluded = (self.rows.sampling.flags[inputs.rows[positions]] & PROCESSED).astype(bool)
         if output.errors:
             excluded |= np.isin(positions, list(output.errors))
-        # After a rejected draft token a row with a state computes the accepted ones again, without draft tokens.
-        rows = inputs.rows[positions]
-        excluded |= self.rows.num_computed[rows] + 1 < self.rows.history.num_tokens[rows]
         positions = positions[~excluded]
         step = DraftStep(
             inputs.rows[positions],

@@ -13,9 +13,10 @@ import torch
 from mvllm.platform.attention import BatchLayout
 from mvllm.platform.shapes import StepKind
 from mvllm.platform.state import StateLayout
+from mvllm.worker.state_passes import part_sizes, slots_layout
 
 _Buffer = TypeVar("_Buffer", np.ndarray, torch.Tensor)
-LayoutSizes = tuple[int, int, int, int, int, int, int, int]
+LayoutSizes = tuple[int, int, int, int, int, int, int, int, tuple[int, ...]]
 """The fields of a BufferLayout, in their order."""
 
 
@@ -28,6 +29,7 @@ class BufferLayout:
         prompt_lens, sample_rows: Sizes of these parts; 0 without them.
         num_groups: Groups of layers.
         state_slots: Sizes of `read_slots` and `write_slots`; 0 without sequence states.
+        state_passes: Tokens of each pass over the layers with states, see `state_passes.py`; none for a single pass.
     """
 
     tokens: int
@@ -38,6 +40,7 @@ class BufferLayout:
     sample_rows: int
     num_groups: int
     state_slots: int = 0
+    state_passes: tuple[int, ...] = ()
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -45,7 +48,8 @@ class BufferLayout:
         table = self.requests * self.pages
         first = [*[self.tokens] * 3, self.requests + 1, self.requests, self.logits_rows, table]
         optional = [self.prompt_lens, self.sample_rows, self.state_slots, self.state_slots]
-        return [*first, *optional, *[self.tokens, table] * (self.num_groups - 1)]
+        groups = [self.tokens, table] * (self.num_groups - 1)
+        return [*first, *optional, *groups, *part_sizes(self.tokens, self.requests, self.state_passes)]
 
     @cached_property
     def size(self) -> int:
@@ -55,7 +59,12 @@ class BufferLayout:
     @cached_property
     def slot_and_table_indices(self) -> list[tuple[int, int]]:
         """Index of each group's slots and block table among the parts."""
-        return [(2, 6), *((i, i + 1) for i in range(11, len(self.sizes), 2))]
+        return [(2, 6), *((i, i + 1) for i in range(11, self.first_pass_part, 2))]
+
+    @property
+    def first_pass_part(self) -> int:
+        """Index of the first part of `state_passes`."""
+        return 11 + 2 * (self.num_groups - 1)
 
     def parts(self, buffer: _Buffer) -> list[_Buffer]:
         """The parts of a buffer. Slices rather than `split`, whose results some devices do not accept as indices."""
@@ -111,32 +120,42 @@ class BufferLayout:
         ]
 
     def state_layout(
-        self, parts: list[np.ndarray], views: list[torch.Tensor], of: BatchLayout, *, is_static: bool
+        self,
+        parts: list[np.ndarray],
+        views: list[torch.Tensor],
+        of: BatchLayout,
+        *,
+        is_static: bool,
+        most_known: int = 0,
     ) -> StateLayout | None:
-        """The StateLayout of a step; None without sequence states.
+        """The StateLayout of a step, or of its first pass; None without sequence states.
 
         Args:
             parts, views: The parts on the host and on the device.
             of: The BatchLayout of the step.
             is_static: `max_query_len` must depend on the shape and on whether token i belongs to request i only, since
                 a compiler may take it for a constant.
+            most_known: Of a step with several passes: most tokens of a request in the first one.
         """
         if not self.state_slots:
             return None
-        max_query_len = of.max_query_len
-        if is_static and (max_query_len != 1 or self.tokens != self.requests):
+        max_query_len, num_tokens, kind, starts = of.max_query_len, self.tokens, of.kind, 3
+        if self.state_passes:
+            num_tokens, starts = self.state_passes[0], self.first_pass_part + 2
+            kind = StepKind.DECODE if kind is StepKind.VERIFY else kind
+            max_query_len = most_known
+            if of.capture:
+                max_query_len = 1 if kind is StepKind.DECODE else num_tokens
+        elif is_static and (max_query_len != 1 or self.tokens != self.requests):
             max_query_len = self.tokens
-        return StateLayout(
-            num_requests=self.requests,
-            num_tokens=self.tokens,
+        return slots_layout(
+            parts,
+            views,
+            (starts, 9, 10),
+            self.requests,
+            num_tokens,
             max_query_len=max_query_len,
-            query_start_loc=parts[3],
-            read_slots=parts[9],
-            write_slots=parts[10],
-            query_start_loc_device=views[3],
-            read_slots_device=views[9],
-            write_slots_device=views[10],
-            kind=of.kind,
+            kind=kind,
             num_decodes=of.num_decodes,
             capture=of.capture,
         )

@@ -4,6 +4,7 @@
     | prompt_lens T, for models that read it | sample_rows S, where tokens stay on the device |  all int32
     | read_slots R | write_slots R, for models with sequence states |
     | slots T | block_table R*P | for each further group of layers
+    | the parts of `state_passes.py` |, for models with sequence states in a step with draft tokens
 
 T tokens, R requests, S rows that sample, P pages (width of the block table): each padded up to the platform's buckets,
 S to those of requests. L is S plus the number of draft tokens: a draft token is verified with the logits of the token
@@ -16,6 +17,7 @@ Token ids may be placeholders of tokens that only the device knows (see TokenHis
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +34,7 @@ from mvllm.platform.state import StateLayout
 from mvllm.worker.capture_shapes import reachable_shapes
 from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.item_rows import StepItems
+from mvllm.worker.state_passes import DraftSlots, StatePassInputs, part_sizes, pass_inputs, write_passes
 from mvllm.worker.step_buffer import BufferLayout, LayoutBuffer, LayoutSizes
 
 
@@ -58,7 +61,11 @@ class StepInputs:
             there is none, or without `prompt_lens`.
         sample_rows: int32 [S], device: the rows that sample, padded with an unused row; None where tokens do not stay
             on the device.
-        state_layout: For the state backend; None for models without sequence states.
+        state_layout: For the state backend; None for models without sequence states. With `state_passes` that of the
+            first pass.
+        state_passes: The passes over the layers with sequence states; None in a step without draft tokens, and for
+            models without sequence states.
+        draft_slots: The state slots of the draft tokens; None without `state_passes`.
         visible_lens: int32 [T], host: how many leading positions each token sees; None in steps in which attention is
             causal. See BatchLayout.
         visible_lens_device: The same on the device.
@@ -82,6 +89,8 @@ class StepInputs:
     longest_partial_prompt: int = 0
     sample_rows: torch.Tensor | None = None
     state_layout: StateLayout | None = None
+    state_passes: StatePassInputs | None = None
+    draft_slots: DraftSlots | None = None
     visible_lens: np.ndarray | None = None
     visible_lens_device: torch.Tensor | None = None
     items: StepItems | None = None
@@ -189,6 +198,9 @@ class StepInputBuilder:
                 max_tokens, max_rows = max(max_tokens, shape.tokens), max(max_rows, shape.requests)
         groups = rows.num_groups
         per_row = 4 + 2 * with_states + max_draft_tokens + groups * max_pages
+        if with_states and max_draft_tokens:
+            passes = (max_tokens, *[max_rows] * max_draft_tokens)
+            per_row += -(-sum(part_sizes(max_tokens, max_rows, passes)) // max_rows)
         capacity = (3 + groups + (shapes.capture is not None)) * max_tokens + per_row * max_rows + 1
         self.staging = StagingBuffers(runtime)
         self.staging.reserve(capacity, torch.int32)
@@ -225,6 +237,7 @@ class StepInputBuilder:
             sampling_positions,
             None if num_draft_tokens is None else num_draft_tokens[sampling_positions],
             np.array([plan.read_slots, plan.write_slots], dtype=np.int32) if self._with_states else None,
+            plan.draft_slots,
             items=table.items.of_step(rows, first, num_scheduled) if table.items.is_used else None,
         )
 
@@ -240,7 +253,7 @@ class StepInputBuilder:
         page, offset = divmod(position, block_size)
         pages = ShapePolicy.pad(page + 1, self._shapes.pages)
         self.staging.begin_step()
-        buffer = self._buffer_of((1, 1, 1, pages, 0, 0, table.num_groups, 0))
+        buffer = self._buffer_of((1, 1, 1, pages, 0, 0, table.num_groups, 0, ()))
         parts = buffer.parts
         token_ids, positions, _, query_start_loc, lens, logits_indices = parts[:6]
         token_ids[0], positions[0], lens[0] = history.token_ids.item(row, position), position, position + 1
@@ -293,6 +306,7 @@ class StepInputBuilder:
         sampling_positions: np.ndarray,
         num_draft_tokens: np.ndarray | None = None,
         state_slots: np.ndarray | None = None,
+        draft_slots: Mapping[int, Sequence[int]] | None = None,
         *,
         items: StepItems | None = None,
     ) -> StepInputs:
@@ -305,10 +319,16 @@ class StepInputBuilder:
             sampling_positions: int64 [S]: positions among `rows`, rising.
             num_draft_tokens: int32 [S]; None without draft tokens.
             state_slots: int32 [2, R]: the state slots that each row reads and writes; None without sequence states.
+            draft_slots: The state slots behind draft tokens, by position, as in SchedulerOutput.
             items: The items that the step reads. It is not captured then.
         """
-        seq_lens, can_capture = first + num_scheduled, items is None
-        sizes = self._sizes_of(num_scheduled, seq_lens, sampling_positions, num_draft_tokens, can_capture=can_capture)
+        seq_lens, drafts = first + num_scheduled, None
+        if draft_slots:
+            assert state_slots is not None, "only models with states have slots of draft tokens"
+            drafts = DraftSlots.of(state_slots[1], draft_slots)
+        sizes = self._sizes_of(
+            num_scheduled, seq_lens, sampling_positions, num_draft_tokens, drafts, can_capture=items is None
+        )
         self.staging.begin_step()
         buffer = self._buffer_of(sizes.layout)
         layout, parts = buffer.layout, buffer.parts
@@ -328,6 +348,9 @@ class StepInputBuilder:
             for part, of_rows in zip(parts[9:11], state_slots, strict=True):
                 part[: len(rows)] = of_rows
                 part[len(rows) :] = -1
+        most_known, passes = 0, layout.first_pass_part
+        if drafts is not None:
+            most_known = write_passes(parts[passes:], layout.state_passes, drafts, parts[3][: len(rows) + 1])
 
         views, arrays = buffer.arrays_on(self.staging.copy_to_device(buffer.host))
         layouts = layout.layouts(
@@ -355,7 +378,13 @@ class StepInputBuilder:
             prompt_lens=views[7] if self._with_prompt_lens else None,
             longest_partial_prompt=longest_partial_prompt,
             sample_rows=views[8] if self._with_sample_rows else None,
-            state_layout=layout.state_layout(parts, views, layouts[0], is_static=self._is_static),
+            state_layout=layout.state_layout(
+                parts, views, layouts[0], is_static=self._is_static, most_known=most_known
+            ),
+            state_passes=None
+            if drafts is None
+            else pass_inputs(parts[passes:], views[passes:], layout.state_passes, capture=layouts[0].capture),
+            draft_slots=drafts,
             visible_lens=seen,
             visible_lens_device=None if seen is None else self._runtime.from_numpy(seen),
             items=items,
@@ -371,6 +400,7 @@ class StepInputBuilder:
         seq_lens: np.ndarray,
         sampling_positions: np.ndarray,
         num_draft_tokens: np.ndarray | None,
+        drafts: DraftSlots | None,
         *,
         can_capture: bool,
     ) -> _StepSizes:
@@ -402,6 +432,11 @@ class StepInputBuilder:
             logits_rows = num_logits_rows
             if captured is not None:
                 logits_rows = sampling if num_logits_rows <= sampling else tokens
+        passes: tuple[int, ...] = ()
+        if drafts is not None:
+            first_pass = requests if kind is StepKind.VERIFY else tokens
+            fixed = None if captured is None else (first_pass, requests, self._max_draft_tokens)
+            passes = drafts.sizes(num_tokens, shapes, fixed)
         layout = (
             tokens,
             requests,
@@ -411,6 +446,7 @@ class StepInputBuilder:
             sampling if self._with_sample_rows else 0,
             self._rows.num_groups,
             requests if self._with_states else 0,
+            passes,
         )
         return _StepSizes(
             kind, num_decodes, num_tokens, num_logits_rows, max_query_len, max_seq_len, captured_query_len, layout

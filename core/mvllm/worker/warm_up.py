@@ -25,6 +25,7 @@ from mvllm.sampling.token_history import TokenHistory
 from mvllm.worker.capture_shapes import reachable_shapes, warm_up_shapes
 from mvllm.worker.model_forward import ModelForward
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
+from mvllm.worker.state_passes import pass_inputs, write_padding
 from mvllm.worker.step_buffer import BufferLayout
 from mvllm.worker.step_inputs import StepInputs
 
@@ -226,6 +227,9 @@ def dummy_inputs(
     """
     num_tokens, num_requests = shape.num_tokens, shape.num_requests
     query_len, with_prompt_lens = -(-num_tokens // num_requests), forward.loader.model.uses_prompt_lens
+    passes: tuple[int, ...] = ()
+    if forward.has_states and shape.kind is StepKind.VERIFY:
+        passes = (shape.requests,) * (shape.tokens // shape.requests)
     layout = BufferLayout(
         tokens=shape.tokens,
         requests=shape.requests,
@@ -235,6 +239,7 @@ def dummy_inputs(
         sample_rows=shape.requests if with_sample_rows else 0,
         num_groups=num_groups,
         state_slots=shape.requests if forward.has_states else 0,
+        state_passes=passes,
     )
     buffer = np.zeros(layout.size, dtype=np.int32)
     parts = layout.parts(buffer)
@@ -248,6 +253,8 @@ def dummy_inputs(
         parts[slot_mapping_index][:] = -1
     for slots in parts[9:11]:
         slots[:] = -1
+    if passes:
+        write_padding(parts[layout.first_pass_part :])
     if with_sample_rows:
         parts[8][:] = forward.config.scheduler.max_num_seqs  # the row of padding
     views = layout.parts(forward.runtime.from_numpy(buffer))
@@ -273,6 +280,11 @@ def dummy_inputs(
         prompt_lens=views[7] if with_prompt_lens else None,
         sample_rows=views[8] if with_sample_rows else None,
         state_layout=layout.state_layout(parts, views, layouts[0], is_static=forward.is_static),
+        state_passes=pass_inputs(
+            parts[layout.first_pass_part :], views[layout.first_pass_part :], passes, capture=layouts[0].capture
+        )
+        if passes
+        else None,
         host_positions=positions,
         num_logits=num_requests,
         selects_all=not forward.is_static and num_requests == layout.logits_rows == layout.tokens,

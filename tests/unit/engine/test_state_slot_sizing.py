@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mvllm.config.draft_method import SpeculativeConfig
 from mvllm.engine.core.kv_cache_sizing import max_blocks_of_sequence, size_kv_cache
 from mvllm.errors import CacheError
 from mvllm.platform.worker_protocol import KVCacheNeeds
@@ -34,6 +35,20 @@ def test_a_few_sequences_get_a_working_slot_each_and_the_rest_is_for_prefixes():
     assert sparse.num_state_slots < summary.num_state_slots and sparse.num_blocks > summary.num_blocks
     dense = size_kv_cache(config(max_num_seqs=4, state_snapshot_interval=16), [HYBRID], [20_000_000])
     assert dense.num_state_slots == summary.num_state_slots, "the ratio has a limit"
+
+
+def test_draft_tokens_have_working_slots():
+    plain, speculative = config(max_num_seqs=4), config(max_num_seqs=4)
+    settings = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    speculative = replace(speculative, speculative=settings)
+    for needs in (HYBRID, ONLY_STATE):
+        before, after = (size_kv_cache(each, [needs], [20_000_000]) for each in (plain, speculative))
+        num_snapshots = (20_000_000 - 4 * 4 * needs.state_bytes) // (needs.state_bytes + 512 * needs.bytes_per_token)
+        assert after.num_state_slots == 4 * 4 + num_snapshots
+        assert after.num_blocks <= before.num_blocks
+    least = [100 * BLOCK + 3 * 50_000]
+    tight = replace(config(max_num_seqs=100, max_model_len=1600), speculative=settings)
+    assert size_kv_cache(tight, [HYBRID], least).num_state_slots == 3, "such steps have fewer draft tokens"
 
 
 def test_blocks_of_one_sequence_come_before_working_slots():

@@ -31,7 +31,7 @@ def plan(manager: StateKVCacheManager, table: BlockTable, end: int) -> tuple[int
     """Plans a step of one request. Returns the slots that it reads and writes."""
     manager.states.start_plan()
     manager.cache_blocks(table, end)
-    [read], [write] = manager.states.assign([table], [end], ())
+    [read], [write] = manager.states.assign([table], [end])
     manager.check_integrity()
     return read, write
 

@@ -254,11 +254,10 @@ class Engine:
         if states is not None:
             pending = {slot for table in states._with_pending for _, slot in table.state.pending}
             kept = {*states._pool.cached_blocks(), *pending}
-            written = set(plan.write_slots)
+            written = {*plan.write_slots, *(slot for slots in plan.draft_slots.values() for slot in slots)}
             for request in self.scheduler.requests.running:
                 for side in request.sides:
-                    own = {side.table.state.slot, side.table.state.draft_slot}
-                    assert not kept & own & written, "a snapshot is overwritten"
+                    assert not kept & written & {*side.table.state.written}, "a snapshot is overwritten"
 
     def check_snapshots(self) -> int:
         """Raises AssertionError unless every snapshot holds the state behind its tokens. Returns their number.

@@ -113,7 +113,6 @@ class _Row:
         self.num_computed = data.num_computed_tokens
         self.num_drafts = 0  # the last of `tokens`, while a step verifies them
         self.pooled: list[int] = []
-        self.goes_back = False  # after a rejected draft token: of models with sequence states
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
@@ -127,8 +126,6 @@ class _Row:
             found.append(next_token(self.prints[known - 1 + len(found)]))
         self.drop_drafts()
         self.num_computed += len(found) - 1
-        if self.goes_back and len(found) <= len(drafts):
-            self.num_computed = known - 1
         return found
 
     def drop_drafts(self) -> None:

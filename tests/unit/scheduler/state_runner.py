@@ -28,7 +28,7 @@ class StateRunner(FakeRunner):
         self.host_states: dict[int, object] = {}
         self.taken_host_states: dict[int, bool] = {}
         self._reads: dict[int, object] = {}  # row -> the state that it reads in this step
-        self._writes: dict[int, int] = {}  # row -> slot
+        self._writes: dict[int, list[int]] = {}  # row -> slots behind the known tokens and behind each draft token
 
     def _copy(self, plan: SchedulerOutput) -> None:
         super()._copy(plan)
@@ -41,14 +41,17 @@ class StateRunner(FakeRunner):
 
     def _apply(self, plan: SchedulerOutput) -> None:
         super()._apply(plan)
-        for data in plan.new_requests:
-            self.rows[data.row].goes_back = True
-        reads, writes = plan.read_slots, plan.write_slots
+        reads, writes = plan.read_slots, [[slot] for slot in plan.write_slots]
         assert len(reads) == len(writes) == len(plan.rows)
-        assert all(slot >= 0 for slot in writes) and len(set(writes)) == len(writes), "two rows write to a slot"
+        assert plan.draft_slots.keys() == plan.draft_token_ids.keys()
+        for position, slots in plan.draft_slots.items():
+            assert len(slots) == len(plan.draft_token_ids[position])
+            writes[position] += slots
+        every = [slot for slots in writes for slot in slots]
+        assert all(slot >= 0 for slot in every) and len(set(every)) == len(every), "a slot is written twice"
         for i, slot in enumerate(reads):
-            others = {*writes[:i], *writes[i + 1 :]}
-            assert slot not in others, f"a row writes to slot {slot}, which another row reads"
+            if slot in every:
+                assert slot == plan.write_slots[i], f"slot {slot} is read, and written for other tokens"
         for slot, row in zip(reads, plan.rows, strict=True):
             assert slot >= 0 or not self.rows[row].num_computed, "the state in the middle of a sequence is zeros"
         self._reads = {
@@ -73,11 +76,10 @@ class StateRunner(FakeRunner):
     def _spread_poison(self, plan: SchedulerOutput) -> None:
         super()._spread_poison(plan)
         for number, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True):
-            row, content = self.rows[number], None
+            row, slots, content = self.rows[number], self._writes[number], None
             if row.data.request_id in self.failing or any(found == POISON for _, _, found in self._read(row, count)):
                 content = POISON
             elif row.reads_garbage:
                 content = GARBAGE
-            else:
-                content = (self._adapter(row), row.tokens[: row.num_computed])
-            self.states[self._writes[number]] = content
+            for behind, slot in enumerate(slots, row.num_computed + 1 - len(slots)):
+                self.states[slot] = content or (self._adapter(row), row.tokens[:behind])

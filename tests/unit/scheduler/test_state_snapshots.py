@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from mvllm.messages.requests import FinishReason
@@ -330,41 +332,51 @@ def test_the_snapshot_unused_for_the_longest_time_is_evicted():
 # ----------------------------------------------------------------------------------------------------- draft tokens
 
 
-def test_accepted_draft_tokens_move_to_the_second_slot():
+def states_of(plan):
+    return plan.read_slots, plan.write_slots, plan.draft_slots
+
+
+def test_a_step_continues_behind_the_last_accepted_draft_token():
+    """All three, the first one, or none of the draft tokens."""
     engine = make_engine(
         propose=lambda tokens: following(tokens, 3), num_speculative_tokens=3, state_snapshot_interval=64
     )
     plans = steps_of(engine, request := make_request(3, max_tokens=9))
     assert [plan.num_scheduled_tokens for plan in plans] == [[3], [4], [4]]
-    assert [(plan.read_slots, plan.write_slots) for plan in plans] == [([-1], [0]), ([0], [1]), ([1], [0])]
+    first, second, third = map(states_of, plans)
+    assert first == ([-1], [0], {})
+    assert second[:2] == ([0], [0]) and third[:2] == ([second[2][0][2]],) * 2
     check_tokens(engine, request)
 
-
-def test_a_rejected_draft_token_goes_back_to_the_slot_before_the_step():
     engine = make_engine(
         propose=lambda tokens: [*following(tokens, 1), 99], num_speculative_tokens=2, state_snapshot_interval=64
     )
-    plans = steps_of(engine, request := make_request(3, max_tokens=6))
-    # A step with draft tokens gives two tokens; the next one computes both again, with the token before them.
-    assert [plan.num_scheduled_tokens for plan in plans] == [[3], [3], [3], [2]]
-    assert [(plan.read_slots, plan.write_slots) for plan in plans] == [
-        ([-1], [0]),
-        ([0], [1]),
-        ([0], [0]),
-        ([0], [1]),
-    ]
+    plans = steps_of(engine, request := make_request(3, max_tokens=8))
+    assert [plan.num_scheduled_tokens for plan in plans] == [[3], [3], [3], [3], [1]]
+    for before, after in pairwise(plans[1:]):
+        assert after.read_slots == after.write_slots == [before.draft_slots[0][0]]
     check_tokens(engine, request)
     assert engine.scheduler.make_stats().kv_cache_usage == 0
 
+    engine = make_engine(propose=lambda tokens: [99], num_speculative_tokens=1, state_snapshot_interval=64)
+    plans = steps_of(engine, request := make_request(3, max_tokens=4))
+    assert [plan.num_scheduled_tokens for plan in plans] == [[3], [2], [2], [1]]
+    assert all(plan.read_slots == plan.write_slots == [0] for plan in plans[1:])
+    check_tokens(engine, request)
 
-def test_draft_tokens_end_at_a_snapshot_and_need_a_second_slot():
+
+def test_draft_tokens_end_at_a_snapshot_and_need_a_slot_each():
     engine = make_engine(propose=lambda tokens: following(tokens, 5), num_speculative_tokens=5)
     plans = steps_of(engine, request := make_request([1, 2, 3], max_tokens=14))
     assert [plan.num_scheduled_tokens for plan in plans] == [[3], [5], [6], [2]]  # 8, and 14 of 16
     check_tokens(engine, request)
-    engine = make_engine(propose=lambda tokens: following(tokens, 5), num_speculative_tokens=5, num_state_slots=1)
-    plans = steps_of(engine, make_request([1, 2, 3], max_tokens=14))
-    assert not any(plan.draft_token_ids for plan in plans)
+    for num_slots in (1, 2, 3):
+        engine = make_engine(
+            propose=lambda tokens: following(tokens, 5), num_speculative_tokens=5, num_state_slots=num_slots
+        )
+        plans = steps_of(engine, request := make_request([1, 2, 3], max_tokens=14))
+        assert max(len(plan.draft_token_ids.get(0, ())) for plan in plans) == num_slots - 1
+        check_tokens(engine, request)
 
 
 def test_draft_tokens_leave_slots_for_waiting_requests():
@@ -382,25 +394,6 @@ def test_draft_tokens_leave_slots_for_waiting_requests():
     assert len(plan.rows) == 4 and not plan.draft_token_ids
     engine.run()
     check_tokens(engine, *requests)
-
-
-def test_tokens_computed_again_are_no_long_prompt():
-    engine = make_engine(
-        num_blocks=200,
-        max_model_len=300,
-        propose=lambda tokens: [*following(tokens, 3), 99],
-        num_speculative_tokens=4,
-        state_snapshot_interval=0,
-        long_prefill_token_threshold=2,
-    )
-    engine.add(generating := make_request(2, max_tokens=40))
-    engine.step()
-    engine.add(long := make_request(200, max_tokens=1))
-    # The generating request verifies four draft tokens, or computes the token before them and the three accepted ones
-    # and the one sampled behind them. The long prompt gets its share, and no more while the other one generates.
-    assert [engine.step().num_scheduled_tokens for _ in range(4)] == [[5, 2]] * 4
-    engine.run()
-    check_tokens(engine, generating, long)
 
 
 # --------------------------------------------------------------------------------------------------------- failures

@@ -1,4 +1,4 @@
-"""Sequence states on the worker: memory, slots in a step's inputs, and the way back after rejected draft tokens."""
+"""Sequence states on the worker: memory, slots in a step's inputs, and the passes of a step with draft tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mvllm.errors import CacheError, ConfigError
-from mvllm.layers.context import ForwardStep
+from mvllm.layers.context import ForwardStep, StatePasses
 from mvllm.layers.state import SequenceState
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.checked_calls import checked_state_backend
@@ -152,33 +152,108 @@ class TestStepInputs:
         layout = make_builder(rows, with_states=True).build(plan).state_layout
         metadata = StateBackend(SPEC).build_metadata(layout)
         assert metadata.read_slots is layout.read_slots_device and metadata.max_query_len == 5
+        step, x = ForwardStep({}, state_metadata=metadata), torch.ones(6, 2)
         state = SequenceState(make_context(), (CONV,))
-        assert state.arguments(ForwardStep({}, state_metadata=metadata)) == (
-            metadata.query_start_loc,
-            metadata.read_slots,
-            metadata.write_slots,
-            5,
-        )
+        arguments = []
+        y = state.run(lambda slots, x: arguments.append(slots) or x + 1, step, state.in_passes(x, step))
+        assert arguments == [(metadata.query_start_loc, metadata.read_slots, metadata.write_slots, 5)]
+        assert torch.equal(state.in_step(y, step), x + 1)
 
 
-class TestRejectedDrafts:
-    @pytest.mark.parametrize(("accepted", "computed"), [([7, 8], 7), ([7], 4), ([], 4)])
-    def test_a_row_goes_back_unless_all_its_drafts_are_accepted(self, accepted, computed):
-        """Row 2 has five known tokens, four of them computed, and verifies two draft tokens."""
-        rows = make_rows()
-        rows.apply_plan(make_plan({}, new_requests=[make_new(2, [1, 2, 3, 4, 5], [0], computed=4)]))
-        rows.num_computed[2] = 5
-        rows.verified[2] = (4, 2)
-        rows.append_sampled_tokens(np.array([2]), np.array([6]), {2: accepted} if accepted else {})
-        assert rows.num_computed[2] == computed
-        assert rows.history.num_tokens[2] == 6 + len(accepted) and not rows.verified
+def verify_rows(first, drafts):
+    """Rows 1 and 3, and row 2 without draft tokens, whose known tokens are computed but for the last ones.
 
-    def test_rows_of_models_without_states_keep_what_they_have(self):
-        rows = make_rows()
-        rows.apply_plan(make_plan({}, new_requests=[make_new(2, [1, 2, 3, 4, 5], [0], computed=4)]))
-        rows.num_computed[2] = 5
-        rows.append_sampled_tokens(np.array([2]), np.array([6]), {2: [7]})
-        assert rows.num_computed[2] == 6
+    Args:
+        first: By row, the first position that is not computed. Row r has r + 3 known tokens.
+        drafts: By row.
+    """
+    rows = make_rows()
+    new = [make_new(row, [10 * row + i for i in range(row + 3)], [row], computed=first[row]) for row in (1, 2, 3)]
+    rows.apply_plan(make_plan({}, new_requests=new))
+    for row, tokens in drafts.items():
+        rows.history.set_draft_tokens(row, tokens)
+    return rows
+
+
+def passes_of(inputs):
+    """Tokens, read slots and write slots of each pass."""
+    order, begin, found = as_list(inputs.state_passes.order), 0, []
+    for layout in (inputs.state_layout, *inputs.state_passes.drafts):
+        tokens = order[begin : begin + layout.num_tokens]
+        begin += layout.num_tokens
+        for name in ("query_start_loc", "read_slots", "write_slots"):
+            assert as_list(getattr(layout, name)) == as_list(getattr(layout, f"{name}_device"))
+        found.append((tokens, as_list(layout.query_start_loc), as_list(layout.read_slots), as_list(layout.write_slots)))
+    assert begin == len(order)
+    return found
+
+
+class TestDraftTokens:
+    def test_each_pass_reads_what_the_one_before_has_written(self):
+        """Row 3 computes two known tokens in the step."""
+        rows = verify_rows({1: 3, 2: 4, 3: 4}, {1: [7, 8], 3: [9]})
+        plan = make_plan(
+            {1: 3, 2: 1, 3: 3},
+            read_slots=[4, 5, -1], write_slots=[4, 5, 6],
+            draft_token_ids={0: [7, 8], 2: [9]}, draft_slots={0: [0, 1], 2: [2]},
+        )  # fmt: skip
+        inputs = make_builder(rows, with_states=True, max_draft_tokens=2).build(plan)
+        assert passes_of(inputs) == [
+            ([0, 3, 4, 5], [0, 1, 2, 4], [4, 5, -1], [4, 5, 6]),
+            ([1, 6], [0, 1, 2], [4, 6], [0, 2]),
+            ([2], [0, 1], [0], [1]),
+        ]
+        order, place = as_list(inputs.state_passes.order), as_list(inputs.state_passes.place)
+        assert [order[at] for at in place] == list(range(7))
+        assert [each.max_query_len for each in (inputs.state_layout, *inputs.state_passes.drafts)] == [2, 1, 1]
+
+    def test_captured_steps_have_all_passes_and_equal_sizes(self):
+        rows = verify_rows({1: 3, 2: 4, 3: 5}, {1: [7]})
+        shapes = ShapePolicy(tokens=(4, 16), requests=(4,), pages=(4,), capture=CaptureShapes(verify=(4,)))
+        plan = make_plan(
+            {1: 2, 2: 1},
+            read_slots=[4, 5], write_slots=[4, 5], draft_token_ids={0: [7]}, draft_slots={0: [0]},
+        )  # fmt: skip
+        inputs = make_builder(rows, shapes, with_states=True, max_draft_tokens=2).build(plan)
+        assert passes_of(inputs) == [
+            ([0, 2, 0, 0], [0, 1, 2, 2, 2], [4, 5, -1, -1], [4, 5, -1, -1]),
+            ([1, 0, 0, 0], [0, 1, 1, 1, 1], [4, -1, -1, -1], [0, -1, -1, -1]),
+            ([0, 0, 0, 0], [0, 0, 0, 0, 0], [-1] * 4, [-1] * 4),
+        ]
+        assert as_list(inputs.state_passes.place)[:3] == [0, 4, 1] and len(inputs.state_passes.place) == 12
+        assert all(each.capture for each in (inputs.state_layout, *inputs.state_passes.drafts))
+
+    def test_results_come_back_in_the_order_of_the_tokens(self):
+        rows = verify_rows({1: 3, 2: 4, 3: 5}, {1: [7, 8], 3: [9]})
+        plan = make_plan(
+            {1: 3, 2: 1, 3: 2},
+            read_slots=[4, 5, 6], write_slots=[4, 5, 6],
+            draft_token_ids={0: [7, 8], 2: [9]}, draft_slots={0: [0, 1], 2: [2]},
+        )  # fmt: skip
+        inputs = make_builder(rows, with_states=True, max_draft_tokens=2).build(plan)
+        backend, passes = StateBackend(SPEC), inputs.state_passes
+        drafts = tuple(map(backend.build_metadata, passes.drafts))
+        metadata = backend.build_metadata(inputs.state_layout)
+        step = ForwardStep({}, state_metadata=metadata, state_passes=StatePasses(passes.order, passes.place, drafts))
+        cache, sums = SequenceState(make_context(), (CONV,)), torch.zeros(8)
+
+        def add(slots, x):
+            """The sum of a sequence's inputs so far, in place of a state."""
+            _, read, write, _ = slots
+            sums[write] = sums[read] + x
+            return sums[write]
+
+        x = inputs.token_ids.float()
+        y = cache.in_step(cache.run(add, step, cache.in_passes(x, step)), step)
+        a, a1, a2, b, c, c1 = x.tolist()
+        assert y.tolist() == [a, a + a1, a + a1 + a2, b, c, c + c1]
+        assert sums.tolist() == [a + a1, a + a1 + a2, c + c1, 0, a, b, c, 0]
+
+    def test_accepted_draft_tokens_are_computed(self):
+        rows = verify_rows({1: 3, 2: 4, 3: 5}, {})
+        rows.append_sampled_tokens(np.array([1, 2]), np.array([6, 6]), {2: [7]})
+        assert rows.num_computed[[1, 2]].tolist() == [3, 5]
+        assert rows.history.num_tokens[[1, 2]].tolist() == [5, 7]
 
 
 class TestBackend:

@@ -173,6 +173,7 @@ def _size_for(
             config.scheduler.max_num_seqs,
             config.cache.state_snapshot_interval,
             config.cache.enable_prefix_caching,
+            0 if config.speculative is None else config.speculative.num_speculative_tokens,
         )
         return _size_with_states(config, needs, state_needs, available, windows, max_len)
     affordable = min(max(0, free) // cost for free, cost in zip(available, costs, strict=True))

@@ -3,8 +3,9 @@
     | working slots: one per running sequence | blocks of all tokens | snapshots: one per `interval` tokens |
     |<-- at most half, unless all fit ------->|<---------------- in a fixed ratio ------------------------->|
 
-Every sequence of the longest length must fit, with one working slot and two snapshots. So if states are large, the
-blocks of one such sequence come first, and the slots get the rest.
+With speculative decoding a running sequence has one more working slot for each draft token. Where they do not fit, its
+steps have fewer draft tokens. Every sequence of the longest length must fit, with one working slot and two snapshots.
+So if states are large, the blocks of one such sequence come first, and the slots get the rest.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class StateNeeds:
         max_num_seqs: Most running sequences.
         interval: Tokens between two snapshots; 0 for none but those at the ends of prompts.
         keeps_prefixes: Finished prefixes are kept for other requests. Otherwise only running sequences need slots.
+        num_draft_tokens: Most draft tokens of a sequence in a step.
     """
 
     state_bytes: Sequence[int]
@@ -43,6 +45,7 @@ class StateNeeds:
     max_num_seqs: int
     interval: int
     keeps_prefixes: bool
+    num_draft_tokens: int = 0
 
     @property
     def min_bytes(self) -> list[int]:
@@ -63,7 +66,8 @@ def divide_memory(needs: StateNeeds, available: Sequence[int]) -> tuple[int, int
         Both; fewer than MIN_SLOTS slots or `needs.longest` blocks if the memory does not suffice.
     """
     budget = [max(0, free) for free in available]
-    working = min(needs.max_num_seqs, max(1, _slots_within([free // 2 for free in budget], needs)))
+    most = needs.max_num_seqs * (1 + needs.num_draft_tokens)
+    working = min(most, max(1, _slots_within([free // 2 for free in budget], needs)))
     left = [free - working * state for free, state in zip(budget, needs.state_bytes, strict=True)]
     snapshots = max(MIN_SLOTS - 1, _snapshots_within(left, needs))
     if not needs.keeps_prefixes:
@@ -110,4 +114,5 @@ def _snapshots_within(left: Sequence[int], needs: StateNeeds) -> int:
 def _blocks_that_name_tokens(needs: StateNeeds, working: int, slots: int) -> int:
     """Blocks without memory: those of the longest running sequences, and of `interval` tokens per snapshot."""
     per_snapshot = -(-max(needs.interval, MIN_SNAPSHOT_TOKENS) // needs.block_size)
-    return min(working * needs.longest + (slots - working) * per_snapshot, sys.maxsize)
+    rows = min(working, needs.max_num_seqs)
+    return min(rows * needs.longest + (slots - working) * per_snapshot, sys.maxsize)

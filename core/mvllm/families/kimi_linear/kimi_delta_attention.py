@@ -24,7 +24,7 @@ from mvllm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear,
 from mvllm.layers.matrix_layout import Part
 from mvllm.layers.rotary import CosSinRows
 from mvllm.layers.short_conv import CausalConv1d
-from mvllm.layers.state import SequenceState
+from mvllm.layers.state import SequenceState, StateStep
 from mvllm.layers.weight_target import WeightTarget, whole_tensor_target
 from mvllm.platform.state import StateTensor
 
@@ -103,16 +103,20 @@ class KimiDeltaAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]; updates the step's states. `angles` are not used."""
-        config, arguments = self.config, self.cache.arguments(step)
-        conv_state, state = self.cache.state
+        config, cache = self.config, self.cache
+        conv_state, state = cache.state
         heads, size = (self._num_heads, config.head_dim), config.head_dim
-        q, k, v = (
-            part.unflatten(-1, heads)
-            for part in self.conv(self.qkv(x), conv_state, arguments).split(self._width, dim=-1)
-        )
+        qkv = cache.in_passes(self.qkv(x), step)
+        qkv = cache.run(lambda slots, qkv: self.conv(qkv, conv_state, slots), step, qkv)
         f, g = self.fg_a(x).chunk(2, dim=-1)
-        decay = self._log_decay(self.f_b(f), self.decay.flatten(), self.dt_bias).unflatten(-1, heads)
-        y = self._kda(q, k, v, decay, self._sigmoid(self.b(x)), state, *arguments, self._scale, True)
+        decay = self._log_decay(cache.in_passes(self.f_b(f), step), self.decay.flatten(), self.dt_bias)
+        beta = self._sigmoid(cache.in_passes(self.b(x), step))
+
+        def advance(slots: StateStep, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+            q, k, v = (part.unflatten(-1, heads) for part in qkv.split(self._width, dim=-1))
+            return self._kda(q, k, v, decay.unflatten(-1, heads), beta, state, *slots, self._scale, True)
+
+        y = cache.in_step(cache.run(advance, step, qkv, decay, beta), step)
         gate = self.g_b(g).unflatten(-1, heads)
         return self.output(self._norm(y, gate, self.norm_weight, config.eps, size, True, "sigmoid").flatten(1))
 

@@ -10,13 +10,15 @@ sampled, it computes that token and its own draft tokens one by one:
 
 Keys and values of rejected draft tokens are overwritten.
 
-If the draft model or the served model has layers with a sequence state, both have the same state slots, and a draft
-model with states goes through each step of the served model with the slots of that step. So every slot holds the states
-of both after the same tokens, whether it is a row's slot, a snapshot, or the state to which a row goes back after a
-rejected draft token. The draft tokens themselves are computed in slots that only the draft model has (StateLayers):
+If the draft model or the served model has layers with a sequence state, both have the same state slots. A draft model
+with states goes through each step of the served model up to the last accepted draft token, and leaves its state in the
+slot that the served model has for that token. So every slot that is read later holds the states of both after the same
+tokens, whether it is a row's slot or a snapshot. New draft tokens are computed in slots that only the draft model has
+(StateLayers):
 
-    step     served model reads 4, writes 7    draft model reads 4, writes 7
-    drafts                                     reads 7, writes its slot of the row; then reads and writes that slot
+    step     served model reads 4, writes 4, and 7 and 5 behind draft tokens    the first of these is accepted:
+             draft model reads 4, writes 7
+    drafts   reads 7, writes its slot of the row; then reads and writes that slot
 
 It samples with the parameters and random numbers of the
 served model, so that draft tokens are accepted where the two distributions are nearly equal, also with temperature.
@@ -104,19 +106,19 @@ class DraftModelProposer(Proposer):
             self._num_computed[rows[behind]] = seq_lens[behind]
 
     def _follow(self, step: StepInputs) -> None:
-        """Computes the tokens of a step, draft tokens included, with its state slots.
-
-        The draft tokens have been accepted, or the slot that the step writes is not used.
-        """
+        """Computes the tokens of a step up to the last accepted draft token, with its state slots."""
         assert step.state_layout is not None
-        rows, first = step.rows, step.first_positions
+        rows, first, computed = step.rows, step.first_positions, self._rows.num_computed[step.rows]
         slots = np.stack((step.state_layout.read_slots[: len(rows)], step.state_layout.write_slots[: len(rows)]))
-        seq_lens = np.minimum(first + step.num_scheduled, self._max_len)
+        if (drafts := step.draft_slots) is not None:
+            accepted = computed - (first + step.num_scheduled - drafts.counts)
+            slots[1] = drafts.slots[np.arange(len(rows)), accepted]
+        seq_lens = np.minimum(computed, self._max_len)
         self._num_computed[rows] = first
         fits = seq_lens > first
         if fits.any():
             self._compute(rows[fits], seq_lens[fits], np.empty(0, dtype=np.int64), slots[:, fits])
-        self._num_computed[rows], self._slots[rows] = first + step.num_scheduled, slots[1]
+        self._num_computed[rows], self._slots[rows] = computed, slots[1]
 
     def _compute(
         self,

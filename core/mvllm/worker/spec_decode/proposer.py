@@ -39,8 +39,8 @@ class DraftStep:
 
     Attributes:
         rows: int64 [n]: distinct; those that get draft tokens.
-        others: int64 [m]: rows without draft tokens, because their prompts are not complete, because each of their
-            tokens must be known before the next one is sampled, or because they compute tokens again.
+        others: int64 [m]: rows without draft tokens, because their prompts are not complete, or because each of their
+            tokens must be known before the next one is sampled.
         inputs: The inputs of the step. They stay valid until the inputs of another step are built.
         num_tokens: Most draft tokens of a row.
         hidden: [T, hidden_size], compute dtype, device: the hidden states from which logits are computed. They may be

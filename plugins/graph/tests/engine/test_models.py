@@ -120,6 +120,16 @@ def test_draft_tokens_from_the_prompt_are_verified(stack: ExitStack, expected: O
     check_tokens(generate(llm, expected.prompts, logprobs=None), expected)
 
 
+def test_draft_tokens_of_a_model_with_states_are_verified(stack: ExitStack) -> None:
+    """Accepted and rejected ones, in steps with prompts of other requests."""
+    found = parity.oracle("granitehybrid", WHICH, NUM_TOKENS)
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    llm = start(stack, found.folder, speculative_config=ngram, max_num_batched_tokens=48)
+    parity.check(found, generate(llm, found.prompts))
+    stats = llm.llm_engine.stats
+    assert stats is not None and 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["granitehybrid", "gemma2"])
 def test_states_and_windows(stack: ExitStack, name: str) -> None:

@@ -33,6 +33,7 @@ from mvllm_graph.run_parts import run_graph
 from mvllm_graph.trace import HEAD, MODEL, GraphAdapters, head_of, trace_model
 from mvllm_graph.worker.adapters import AdapterArrays, adapter_slots
 from mvllm_graph.worker.item_inputs import ItemInputs
+from mvllm_graph.worker.state_passes import passes_of
 from mvllm_graph.worker.weights import release
 
 if TYPE_CHECKING:
@@ -142,7 +143,12 @@ class GraphModel:
             items: Images, audio and embeddings in the step; None without any.
         """
         given, sizes = self._step(inputs, intermediate, lora, token_types, items)
-        return to_torch(self._run(MODEL, given, sizes), self._dtype_of[MODEL])
+        if (passes := inputs.state_passes) is not None:
+            results = [self._run(MODEL, *each) for each in passes_of(inputs, given, sizes)]
+            found = np.concatenate(results)[passes.place.numpy()]
+        else:
+            found = self._run(MODEL, given, sizes)
+        return to_torch(found, self._dtype_of[MODEL])
 
     def largest_logits(
         self,
@@ -159,8 +165,12 @@ class GraphModel:
         Returns:
             float32 [L], and int64 [L], without padding: as from the reference of the operation `argmax`.
         """
-        given, sizes = self._step(inputs, intermediate, lora, items=items)
-        (hidden,) = run_graph(self._whole[MODEL], self.program, given, sizes, self._tp, to_host=False)
+        hidden: DeviceArray
+        if inputs.state_passes is not None:
+            hidden = to_numpy(self.run(inputs, intermediate, lora, items=items))
+        else:
+            given, sizes = self._step(inputs, intermediate, lora, items=items)
+            (hidden,) = run_graph(self._whole[MODEL], self.program, given, sizes, self._tp, to_host=False)
         num_rows = inputs.num_logits
         if not inputs.selects_all:
             indices = inputs.logits_indices.numpy()
