@@ -45,13 +45,25 @@ def make_engine(
     propose: Callable[[list[int]], list[int]] | None = None,
     num_lookahead: int = 0,
     depth: int = 1,
+    ahead: bool = False,
     **config: object,
 ) -> Engine:
-    """An engine whose draft tokens are correct by default."""
+    """An engine whose draft tokens are correct by default.
+
+    Args:
+        depth: Plans in flight at once.
+        ahead: A request is part of all of them, with placeholders of its draft tokens. Otherwise `depth` is the number
+            of pipeline stages.
+    """
     scheduler = make_scheduler(
-        num_speculative_tokens=num_tokens, num_lookahead_tokens=num_lookahead, num_stages=depth, **config
+        num_speculative_tokens=num_tokens,
+        num_lookahead_tokens=num_lookahead,
+        num_stages=1 if ahead else depth,
+        workers_keep_drafts=ahead,
+        **config,
     )
     engine = Engine(scheduler, depth=depth)
+    engine.runner.keeps_drafts = ahead
     engine.runner.propose = propose or (lambda tokens: following(tokens, num_tokens))
     return engine
 
@@ -63,6 +75,7 @@ class DraftSettings:
     num_tokens: int
     is_by_model: bool
     seed: int
+    plans_ahead: bool
 
     def make_engine(self, limits: Limits) -> Engine:
         given = {name: value for name, value in vars(limits).items() if name not in ("depth", "num_stages")}
@@ -74,13 +87,14 @@ class DraftSettings:
             self.num_tokens,
             propose=make_proposer(self.num_tokens, self.seed),
             num_lookahead=self.num_tokens if self.is_by_model else 0,
-            depth=limits.num_stages,
+            depth=limits.depth if self.plans_ahead else limits.num_stages,
+            ahead=self.plans_ahead,
             max_model_len=MAX_MODEL_LEN,
             **given,
         )
 
 
-draft_settings = st.builds(DraftSettings, st.integers(1, 6), st.booleans(), st.integers(0, 1000))
+draft_settings = st.builds(DraftSettings, st.integers(1, 6), st.booleans(), st.integers(0, 1000), st.booleans())
 
 
 @settings(deadline=None, max_examples=200)
@@ -118,14 +132,17 @@ def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, draft_settin
     assert not engine.runner.rows
 
 
-@pytest.mark.parametrize(("depth", "num_lookahead"), [(1, 0), (1, 4), (3, 4)])
-def test_hundreds_of_requests_leave_no_block_row_or_request_behind(depth, num_lookahead):
+@pytest.mark.parametrize(
+    ("depth", "num_lookahead", "ahead"), [(1, 0, False), (1, 4, False), (3, 4, False), (2, 4, True), (3, 0, True)]
+)
+def test_hundreds_of_requests_leave_no_block_row_or_request_behind(depth, num_lookahead, ahead):
     dice = random.Random(depth)
     engine = make_engine(
         4,
         propose=make_proposer(4, seed=depth),
         num_lookahead=num_lookahead,
         depth=depth,
+        ahead=ahead,
         num_blocks=12,
         block_size=4,
         max_num_seqs=8,
