@@ -46,7 +46,9 @@ def resolve(config: EngineConfig, **changes: Any) -> EngineConfig:
     return resolve_config(config, platform)
 
 
-@pytest.mark.parametrize(("backend", "size", "is_on"), [(None, 1, False), ("uni", 1, False), (None, 2, True), ("mp", 1, True)])
+@pytest.mark.parametrize(
+    ("backend", "size", "is_on"), [(None, 1, False), ("uni", 1, False), (None, 2, True), ("mp", 1, True)]
+)
 def test_async_scheduling_is_on_with_draft_tokens_where_workers_have_processes(caplog, backend, size, is_on):
     caplog.set_level(logging.INFO)
     assert resolve(speculative_config(None)).scheduler.async_scheduling is True
