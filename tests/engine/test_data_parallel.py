@@ -121,7 +121,7 @@ def test_replicas_with_drafts_planned_ahead_neither_double_nor_lose_a_token(chec
         assert client_of(llm).num_unfinished == [0, 0]
 
     settings = {"async_scheduling": True, "kv_cache_memory_bytes": TIGHT["kv_cache_memory_bytes"], "max_num_seqs": 6}
-    with async_engine(checkpoint, speculative_config=NGRAM, **settings, **TWO) as llm:
+    with async_engine(checkpoint, speculative_config=NGRAM, data_parallel_size=2, **settings) as llm:
         asyncio.run(all_of_them(llm))
 
 

@@ -46,9 +46,9 @@ class BlockAllocator:
     def allocate(self, request: Request, drafts: list[int], plan: SchedulerOutput, *, can_preempt: bool = True) -> bool:
         """Gives one side of a running request blocks for its known tokens, and adds them to the plan.
 
-        With draft tokens in flight these are the tokens that it has if all of them are accepted. No request is preempted
-        for draft tokens: without free blocks for `drafts` and for lookahead, `drafts` is cleared, and without blocks
-        for those in flight it waits for their results.
+        With draft tokens in flight these are the tokens that it has if all of them are accepted. No request is
+        preempted for draft tokens: without free blocks for `drafts` and for lookahead, `drafts` is cleared, and without
+        blocks for those in flight it waits for their results.
 
         Args:
             can_preempt: The last running requests may be preempted for it. Otherwise it gets no blocks for lookahead.
