@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +15,8 @@ from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.process.dp_async_mp_client import DPLBAsyncMPClient
 from mvllm.errors import CacheError, EngineDeadError, QueueFullError
 from mvllm.messages.sampling_params import RequestOutputKind
+from tests.engine.test_async_scheduling import TIGHT
+from tests.engine.test_speculative import NGRAM
 from tests.helpers.async_engine import PROMPTS, SETTINGS, async_engine, joined, last, params
 from tests.helpers.parity import engine
 from tests.helpers.processes import stop_process
@@ -90,6 +93,36 @@ def test_a_prompt_is_routed_to_the_replica_that_caches_its_prefix(
         return [output.num_cached_tokens for output in outputs]
 
     assert loop.run_until_complete(again()) == [0, 0] + [80] * 6
+
+
+def test_replicas_with_drafts_planned_ahead_neither_double_nor_lose_a_token(checkpoint: Path) -> None:
+    """Deltas of each stream, while others are aborted, stop and are preempted."""
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7, "seed": 3}, {"stop_token_ids": list(range(0, 320, 9))}]
+    prompts = [{"prompt_token_ids": [5 + i % 4, 6, 7] * (2 + i % 5)} for i in range(30)]
+    wanted = [params(max_tokens=60, **kinds[i % 3]) for i in range(30)]
+    with engine(checkpoint) as offline:
+        expected = [list(o.outputs[0].token_ids) for o in offline.generate(prompts, wanted, use_tqdm=False)]
+
+    async def tokens_of(llm: AsyncLLM, i: int, most: int) -> list[int]:
+        sent = params(max_tokens=60, output_kind=RequestOutputKind.DELTA, **kinds[i % 3])
+        stream, found = await llm.add_request(prompts[i], sent), []
+        async for output in stream:
+            found += output.outputs[0].token_ids
+            if len(found) >= most:
+                stream.close()
+                break
+        return found
+
+    async def all_of_them(llm: AsyncLLM) -> None:
+        most = [(i % 7) * 3 + 1 if i % 4 == 1 else 99 for i in range(30)]
+        found = await asyncio.gather(*(tokens_of(llm, i, most[i]) for i in range(30)))
+        for i, tokens in enumerate(found):
+            assert tokens == expected[i][: len(tokens)] and (most[i] < 99 or len(tokens) == len(expected[i]))
+        assert client_of(llm).num_unfinished == [0, 0]
+
+    settings = {"async_scheduling": True, "kv_cache_memory_bytes": TIGHT["kv_cache_memory_bytes"], "max_num_seqs": 6}
+    with async_engine(checkpoint, speculative_config=NGRAM, data_parallel_size=2, **settings) as llm:
+        asyncio.run(all_of_them(llm))
 
 
 def test_each_replica_has_its_rank_in_its_process_title(llm: AsyncLLM) -> None:

@@ -55,15 +55,23 @@ def late_exports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("draft", "late"),  # None: asynchronous scheduling, which excludes drafts
-    [(None, False), (None, True), ("ngram", False), ("near", False)],
+    ("draft", "ahead", "late"),
+    [
+        (None, True, False),
+        (None, True, True),
+        ("ngram", False, False),
+        pytest.param("near", False, False, marks=pytest.mark.exhaustive),
+        pytest.param("ngram", True, False, marks=pytest.mark.exhaustive),
+        ("near", True, False),
+        ("ngram", True, True),
+    ],
 )
 def test_random_traffic_keeps_the_state_consistent_and_the_outputs_correct(
-    make_llm: MakeLLM, draft: str | None, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_llm: MakeLLM, draft: str | None, ahead: bool, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One thread adds and aborts requests and runs steps, while others call `generate`."""
     rng = random.Random(11)
-    guesses = {"async_scheduling": True} if draft is None else {"speculative_config": spec_config(draft, 3)}
+    guesses = {"async_scheduling": ahead, "speculative_config": None if draft is None else spec_config(draft, 3)}
     llm = make_llm(
         kv_cache_memory_bytes=TIGHT["kv_cache_memory_bytes"] * (2 if draft == "near" else 1),  # two models
         scheduling_policy="priority",

@@ -33,6 +33,7 @@ from tests.helpers.threads import generate_in_threads
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
 GREEDY = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+AHEAD = {"async_scheduling": True}
 THREADS = f"{ThreadExecutor.__module__}.{ThreadExecutor.__qualname__}"
 
 
@@ -131,7 +132,11 @@ def acceptance(llm: LLM) -> tuple[int, int]:
         ("ngram", 9, {"max_num_batched_tokens": 17, "scheduling_policy": "priority"}, 12),
         pytest.param("same", 1, {"max_num_batched_tokens": 16, "max_num_seqs": 3}, None, marks=pytest.mark.exhaustive),
         pytest.param("same", 5, {"enable_prefix_caching": False}, 12, marks=pytest.mark.exhaustive),
-        ("near", 3, {"max_num_batched_tokens": 33}, 12),
+        ("near", 3, {"max_num_batched_tokens": 33, **AHEAD}, 12),
+        pytest.param("ngram", 9, {"max_num_batched_tokens": 17, **AHEAD}, 12, marks=pytest.mark.exhaustive),
+        pytest.param("same", 5, {"distributed_executor_backend": "mp", **AHEAD}, 12, marks=pytest.mark.exhaustive),
+        pytest.param("near", 3, {"max_num_batched_tokens": 33}, 12, marks=pytest.mark.exhaustive),
+        pytest.param("other", 8, {"enable_chunked_prefill": False, **AHEAD}, 12, marks=pytest.mark.exhaustive),
         pytest.param("other", 8, {"enable_chunked_prefill": False}, 12, marks=pytest.mark.exhaustive),
     ],
 )
@@ -217,6 +222,8 @@ def test_random_engines_and_requests_give_the_outputs_without_speculation(
     settings["max_num_batched_tokens"] = rng.choice([16, 17, 40, 64])
     if rng.random() < 0.2:
         settings |= {"distributed_executor_backend": THREADS, "pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    elif seed % 3:
+        settings["async_scheduling"] = True
     with engine(folder) as llm:
         expected = run(llm, prompts, wanted)
     if rng.random() < 0.5:
@@ -231,9 +238,10 @@ def test_random_engines_and_requests_give_the_outputs_without_speculation(
 
 def test_a_stop_string_within_a_draft_cuts_tokens_text_and_log_probabilities(make_llm: MakeLLM) -> None:
     prompt = draw(random.Random(1), 20)
-    plain, llm = make_llm(), make_llm(speculative_config=spec_config("same", 16))
+    plain = make_llm()
     text = run(plain, [prompt], SamplingParams(temperature=0, max_tokens=17))[0].outputs[0].text
     for include in (False, True):
+        llm = make_llm(speculative_config=spec_config("same", 16), async_scheduling=include)
         for stop in [text[i : i + 2] for i in range(2, len(text) - 2, 5)]:
             for kind in RequestOutputKind:
                 params = SamplingParams(
@@ -264,7 +272,10 @@ def test_pooling_beam_search_and_parallel_sampling_give_the_outputs_without_spec
 
     *expected, vectors = everything(make_llm())
     for kind in ("ngram", "same"):
-        *found, mine = everything(make_llm(speculative_config=spec_config(kind), max_num_batched_tokens=32))
+        ahead = kind == "ngram"
+        *found, mine = everything(
+            make_llm(speculative_config=spec_config(kind), max_num_batched_tokens=32, async_scheduling=ahead)
+        )
         assert found == expected
         for a, b in zip(mine, vectors, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-4)
@@ -277,7 +288,10 @@ def test_each_request_uses_its_own_lora_adapter(checkpoint: Path, make_llm: Make
     greedy = SamplingParams(max_tokens=24, **GREEDY)
     outputs, constrained = [], []
     for speculative in (None, spec_config("same"), spec_config("ngram")):
-        llm = make_llm(enable_lora=True, speculative_config=speculative, max_num_batched_tokens=32)
+        ahead = speculative is not None and "model" in speculative
+        llm = make_llm(
+            enable_lora=True, speculative_config=speculative, max_num_batched_tokens=32, async_scheduling=ahead
+        )
         found = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False, lora_request=whose)
         outputs.append(tokens(found))
         formed = SamplingParams(
@@ -306,16 +320,17 @@ def test_requests_with_grammars_have_drafts(make_llm: MakeLLM) -> None:
     wanted.append(SamplingParams(max_tokens=30, **GREEDY))
     prompts = [draw(random.Random(9), 20)] * len(wanted)
     expected = run(make_llm(), prompts, wanted)
-    for kind, count in (("ngram", 5), ("same", 4), ("near", 7)):
-        llm = make_llm(speculative_config=spec_config(kind, count))
+    for kind, count, ahead in (("ngram", 5, True), ("same", 4, False), ("near", 7, True)):
+        llm = make_llm(speculative_config=spec_config(kind, count), async_scheduling=ahead)
         check_close(run(llm, prompts[:-1], wanted[:-1]), expected[:-1])
         guessed, right = acceptance(llm)
         assert 0 < right <= guessed
         check_close(run(llm, prompts, wanted), expected)
 
 
-def test_an_aborted_request_leaves_no_state(make_llm: MakeLLM) -> None:
-    llm = make_llm(speculative_config=spec_config("near"))
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_aborted_request_leaves_no_state(make_llm: MakeLLM, ahead: bool) -> None:
+    llm = make_llm(speculative_config=spec_config("near"), async_scheduling=ahead)
     prompts = [draw(random.Random(i), 20) for i in range(4)]
     greedy = SamplingParams(max_tokens=40, **GREEDY)
     expected = tokens(run(make_llm(), prompts, greedy))
@@ -450,23 +465,28 @@ def replace_logits_at(monkeypatch: pytest.MonkeyPatch, length: int, value: float
 
 
 NAN, NOTHING = float("nan"), float("-inf")
-EVERY_TIME = {("same", 12, NOTHING), ("same", 14, NAN), ("ngram", 14, NOTHING), ("ngram", 16, NAN)}
+EVERY_TIME = {
+    ("same", 12, NOTHING, False),
+    ("same", 14, NAN, True),
+    ("ngram", 14, NOTHING, True),
+    ("ngram", 16, NAN, False),
+}
 """Kinds of drafts, lengths and values that every run tests: in the prompt's step, and in both places of a draft."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "length", "value"),
+    ("kind", "length", "value", "ahead"),
     [
         pytest.param(*each, marks=() if each in EVERY_TIME else pytest.mark.exhaustive)
-        for each in itertools.product(("same", "ngram"), (12, 14, 16), (NAN, NOTHING))
+        for each in itertools.product(("same", "ngram"), (12, 14, 16), (NAN, NOTHING), (False, True))
     ],
 )
 def test_invalid_logits_fail_the_request_at_their_position(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, kind: str, length: int, value: float
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, kind: str, length: int, value: float, ahead: bool
 ) -> None:
     prompts = [[7, 8, 9] * 4, [5, 6] * 5]
     greedy = [SamplingParams(max_tokens=20, logprobs=0, output_kind=k, **GREEDY) for k in (0, 2)]
-    plain, llm = make_llm(), make_llm(speculative_config=spec_config(kind, 8))
+    plain, llm = make_llm(), make_llm(speculative_config=spec_config(kind, 8), async_scheduling=ahead)
     whole = tokens(run(plain, prompts, greedy))
     replace_logits_at(monkeypatch, length, value)
     results = []
@@ -487,7 +507,7 @@ def test_invalid_logits_fail_the_request_at_their_position(
 
 @pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_after_sleep_drafts_are_accepted_as_before(make_llm: MakeLLM, level: int) -> None:
-    llm = make_llm(speculative_config=spec_config("same", 3))
+    llm = make_llm(speculative_config=spec_config("same", 3), async_scheduling=level == 2)
     prompts = [draw(random.Random(i), 33) for i in range(3)]
     greedy = SamplingParams(max_tokens=20, **GREEDY)
     expected = tokens(run(llm, prompts, greedy))
@@ -540,13 +560,16 @@ SHORT = [("near", 2, 1), ("ngram", 1, 2)]
         *(pytest.param(*each, "mp", marks=pytest.mark.exhaustive) for each in LAYOUTS),
     ],
 )
-def test_several_workers_agree(make_llm: MakeLLM, kind: str, tensor: int, pipeline: int, backend: str) -> None:
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+def test_several_workers_agree(
+    make_llm: MakeLLM, kind: str, tensor: int, pipeline: int, backend: str, ahead: bool
+) -> None:
+    """All ranks of a group hold the same drafts; with pipeline stages drafts go through the scheduler."""
     prompts, params = requests(seed=9)
     expected = make_llm().generate(prompts, params, use_tqdm=False)
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-    llm = make_llm(
-        **sizes, distributed_executor_backend=backend, speculative_config=spec_config(kind), max_num_batched_tokens=32
-    )
+    settings = {"distributed_executor_backend": backend, "max_num_batched_tokens": 32, "async_scheduling": ahead}
+    llm = make_llm(**sizes, **settings, speculative_config=spec_config(kind))
     check_close(llm.generate(prompts, params, use_tqdm=False), expected)
     assert acceptance(llm)[1] > 0
 
@@ -569,5 +592,5 @@ def test_stream_deltas_add_up_to_the_output(checkpoint: Path) -> None:
 
     with engine(checkpoint) as llm:
         expected = [(list(o.outputs[0].token_ids), o.outputs[0].text) for o in run(llm, prompts, asked)]
-    with async_engine(checkpoint, speculative_config=spec_config("near")) as llm:
+    with async_engine(checkpoint, speculative_config=spec_config("near"), async_scheduling=True) as llm:
         assert asyncio.run(all_of(llm, RequestOutputKind.DELTA)) == expected

@@ -22,6 +22,7 @@ from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.platform.choose import choose_platform
 from tests.engine.test_async_scheduling import BLOCK_BYTES, TIGHT, requests, visible_outputs
+from tests.engine.test_speculative import NGRAM
 from tests.helpers import parity
 from tests.helpers.late_plugin import LOG, read_log
 from tests.helpers.model_zoo import VOCAB_SIZE
@@ -110,6 +111,15 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_are_waited_for(
         assert {step for event, step in events if event == "waited"} == set(range(20))
         assert waits_before_launch(events) == []
     assert generate(make(async_scheduling=False), params) == tokens
+
+
+@pytest.mark.parametrize("executor", ["mp", pytest.param("mp-tp2", marks=pytest.mark.exhaustive)])
+def test_with_drafts_each_step_reads_its_tokens(make: MakeLLM, executor: str) -> None:
+    params = [SamplingParams(max_tokens=30, ignore_eos=True, temperature=i % 2, seed=i) for i in range(6)]
+    llm = make(executor, async_scheduling=None, speculative_config=NGRAM)
+    assert llm.llm_engine.config.scheduler.async_scheduling is True
+    assert generate(llm, params) == generate(make(async_scheduling=False), params)
+    assert llm.llm_engine.stats is not None and llm.llm_engine.stats.num_accepted_tokens > 0
 
 
 @IN_BOTH

@@ -21,6 +21,9 @@ from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import SamplingParams
 
+PLACEHOLDER = -1
+"""Stands in a plan for a draft token that only the workers know."""
+
 
 class NewRequestData(msgspec.Struct, array_like=True):
     """A request that starts in this step, or starts again after a preemption.
@@ -74,7 +77,10 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
         num_scheduled_tokens: Tokens that each of `rows` computes, at least one.
         total_num_scheduled_tokens: Their sum.
         draft_token_ids: By position in `rows`, for rows that sample: draft tokens. They are the last of the row's
-            scheduled tokens, after the known ones, so that the model predicts the token after each of them.
+            scheduled tokens, after the known ones, so that the model predicts the token after each of them. Each of a
+            row may be PLACEHOLDER: the plan was made before the results of the row's last step. A worker takes the
+            draft tokens that it proposed for the row after that step, at most as many; without any the row computes
+            its last token alone. The row's position, too, is the one that the worker knows.
         max_draft_tokens: Most tokens of the drafts that are proposed after this step; None for the engine's setting.
         mask_rows: Those of `rows` whose sampling in this step is restricted by a token mask (structured outputs). A row
             with draft tokens is repeated: its masks are those of the token behind its known tokens, and of the token
@@ -150,6 +156,7 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
             sampled token in the row's own logits.
         encoder_seconds: Time that the step's encoders took, as the host sees it (where devices compute asynchronously,
             the time to submit the work); 0 without any, and where the first pipeline stage is another rank.
+        num_draft_tokens: The number of draft tokens verified, for rows in whose plan placeholders stood for them.
     """
 
     step: int
@@ -163,3 +170,4 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
     pooler_output: dict[int, bytes] = {}
     conditional_logprobs: dict[int, float] = {}
     encoder_seconds: float = 0.0
+    num_draft_tokens: dict[int, int] = {}

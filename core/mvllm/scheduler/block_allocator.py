@@ -46,8 +46,9 @@ class BlockAllocator:
     def allocate(self, request: Request, drafts: list[int], plan: SchedulerOutput, *, can_preempt: bool = True) -> bool:
         """Gives one side of a running request blocks for its known tokens, and adds them to the plan.
 
-        No request is preempted for draft tokens: without free blocks for `drafts` and for lookahead, `drafts` is
-        cleared.
+        With draft tokens in flight these are the tokens that it has if all of them are accepted. No request is
+        preempted for draft tokens: without free blocks for `drafts` and for lookahead, `drafts` is cleared, and without
+        blocks for those in flight it waits for their results.
 
         Args:
             can_preempt: The last running requests may be preempted for it. Otherwise it gets no blocks for lookahead.
@@ -59,17 +60,17 @@ class BlockAllocator:
         requests, kv_cache = self._requests, self._kv_cache
         table, num_computed = request.table, request.num_computed_tokens
         lengths: list[int] = [] if self._num_groups == 1 else [len(blocks.block_ids) for blocks in table.groups]
-        new_blocks = None
+        num_tokens, new_blocks = request.max_num_tokens_in_flight, None
         if can_preempt and (drafts or self._num_lookahead):
-            wanted = min(request.num_tokens + len(drafts) + self._num_lookahead, request.max_num_tokens)
+            wanted = min(num_tokens + len(drafts) + self._num_lookahead, request.max_num_tokens)
             num_spare = len(requests.running)
             new_blocks = kv_cache.allocate_slots(table, wanted, num_spare=num_spare, num_computed_tokens=num_computed)
             if new_blocks is None:
                 drafts.clear()
         if new_blocks is None:
-            new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
+            new_blocks = kv_cache.allocate_slots(table, num_tokens, num_computed_tokens=num_computed)
         while new_blocks is None:
-            if not can_preempt:
+            if not can_preempt or request.num_drafts_in_flight:
                 return False
             if len(requests.running) == 1:
                 # There is no other request to preempt. Unless a token in flight turns out to be its last, it fails.
@@ -80,7 +81,7 @@ class BlockAllocator:
             is_swapped = self._swapper is not None and self._swapper.swap_out(requests.running[-1])
             if requests.preempt_last(is_swapped=is_swapped) is request.listed:
                 return False
-            new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
+            new_blocks = kv_cache.allocate_slots(table, num_tokens, num_computed_tokens=num_computed)
         if new_blocks:
             self._add_to_plan(request, lengths, new_blocks, plan)
         return True

@@ -82,6 +82,9 @@ class Request:
                                                                                     whose results are not back yet
         num_computed_tokens   |---------------------------------->|                 KV written by the plans made so far
 
+    Draft tokens in flight count in neither until the results say how many were accepted. So `num_tokens` and
+    `num_computed_tokens` are lower bounds; they are larger by at most `num_drafts_in_flight`.
+
     Args:
         data: The request as received.
         table: Its block table, which shares `token_ids`.
@@ -105,6 +108,7 @@ class Request:
             long prompt: by then more of this prompt may be in the prefix cache.
         is_very_long: Its prompt gets only as many tokens in a step as `long_prefill_slowdown` permits.
         draft_token_ids: Draft tokens for its next plan.
+        num_drafts_in_flight: Draft tokens, or placeholders of them, in plans whose results are not back.
         grammar: Its grammar, if it has one.
         relaxations: What that does not enforce, until an output says so.
         weight_versions: Versions of the weights that sampled its tokens before the present one, with the number of
@@ -138,6 +142,7 @@ class Request:
         "min_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_drafts_in_flight",
         "num_prompt_tokens",
         "num_tokens",
         "order",
@@ -194,6 +199,7 @@ class Request:
         self.scheduled_time = 0.0
         self.first_token_time = 0.0
         self.draft_token_ids: list[int] = []
+        self.num_drafts_in_flight = 0
         self.grammar: Grammar | None = None
         self.relaxations: tuple[str, ...] = ()
         self.is_long = False
@@ -221,6 +227,11 @@ class Request:
     def has_token_in_flight(self) -> bool:
         """Whether a plan samples for this request whose result is not back."""
         return self.num_tokens > len(self.token_ids)
+
+    @property
+    def max_num_tokens_in_flight(self) -> int:
+        """`num_tokens` if every draft token in flight is accepted."""
+        return self.num_tokens + self.num_drafts_in_flight
 
     @property
     def awaits_mask(self) -> bool:

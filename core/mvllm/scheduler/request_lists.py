@@ -169,6 +169,7 @@ class RequestLists:
         for side in request.sides:
             side.num_tokens = len(side.token_ids)
             side.draft_token_ids = []
+            side.num_drafts_in_flight = 0
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             for side in request.sides:
@@ -320,6 +321,11 @@ def _check_request(request: Request) -> None:
     name, known = request.request_id, len(request.token_ids)
     assert request.num_computed_tokens <= request.table.num_slots, f"{name} computed tokens without a slot"
     assert request.num_computed_tokens < request.num_tokens, f"{name} has nothing to compute"
-    assert known <= request.num_tokens <= request.max_num_tokens, f"{name}: {known} of {request.num_tokens} tokens"
+    most = request.max_num_tokens_in_flight
+    assert known <= request.num_tokens <= most <= request.max_num_tokens, f"{name}: {known} of {request.num_tokens}"
+    assert request.has_token_in_flight or most == request.num_tokens, f"{name} has draft tokens of no step in flight"
+    computed = request.num_computed_tokens + request.num_drafts_in_flight
+    if request.status is RequestStatus.RUNNING:
+        assert computed <= request.table.num_slots, f"{name} verifies draft tokens without a slot"
     if request.status is not RequestStatus.RUNNING:
         assert not request.table.block_ids and request.row < 0 and not request.num_computed_tokens, f"{name} holds"

@@ -6,7 +6,7 @@ import msgspec
 
 from mvllm.messages.multimodal import ItemSpan, MultiModalItem
 from mvllm.messages.requests import EngineCoreOutput, FinishReason, PositionLogprobs, SchedulerStats
-from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from mvllm.messages.scheduler_output import PLACEHOLDER, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from mvllm.scheduler.request import Request, RequestStatus
 
 
@@ -66,10 +66,11 @@ def collect_logprobs(batch: list[Request], starts: dict[int, int], output: Model
 
 def count_draft_tokens(stats: SchedulerStats, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
     """Adds a plan's draft tokens, and the numbers verified and accepted at each position, to the counters."""
-    stats.num_drafts += len(plan.draft_token_ids)
-    stats.num_draft_tokens += sum(map(len, plan.draft_token_ids.values()))
-    for drafts in plan.draft_token_ids.values():
-        for place in range(len(drafts)):
+    for position, drafts in plan.draft_token_ids.items():
+        verified = len(drafts) if drafts[0] != PLACEHOLDER else output.num_draft_tokens.get(position, 0)
+        stats.num_drafts += verified > 0
+        stats.num_draft_tokens += verified
+        for place in range(verified):
             stats.drafted_at[place] += 1
     for accepted in output.further_token_ids.values():
         for place in range(len(accepted)):

@@ -12,6 +12,7 @@ If blocks run out, the last running request is preempted. It has not been planne
 from __future__ import annotations
 
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
+from mvllm.messages.scheduler_output import PLACEHOLDER
 from mvllm.scheduler.block_allocator import BlockAllocator
 from mvllm.scheduler.encoder_planner import EncoderPlanner
 from mvllm.scheduler.grammar_masks import DeferredMasks
@@ -37,6 +38,9 @@ class RunningPlan:
         num_stages: Pipeline stages. With more than one, a request waits for its token, and decoding requests are spread
             over as many steps.
         is_speculative: Requests have draft tokens, and blocks ahead.
+        num_placeholders: Draft tokens planned for a request whose token is in flight, as PLACEHOLDER. With 0 requests
+            with draft tokens wait for their token.
+        max_step_tokens: Most tokens of a step.
     """
 
     def __init__(
@@ -51,6 +55,8 @@ class RunningPlan:
         encoders: EncoderPlanner | None,
         num_stages: int,
         is_speculative: bool,
+        num_placeholders: int,
+        max_step_tokens: int,
     ) -> None:
         self._requests = requests
         self._kv_cache = kv_cache
@@ -61,11 +67,14 @@ class RunningPlan:
         self._encoders = encoders
         self._num_stages = num_stages
         self._is_speculative = is_speculative
+        self._num_placeholders = num_placeholders
+        self._max_step_tokens = max_step_tokens
+        self._waits_for_tokens = num_stages > 1 or (is_speculative and not num_placeholders)
 
     def plan(self, step: Step) -> None:
         """Plans every running request that has something to compute, until the budget or the blocks are used up."""
         running, batch, counts, budget = self._requests.running, step.batch, step.counts, step.budget
-        in_pipeline, is_speculative = self._num_stages > 1, self._is_speculative
+        waits_for_tokens, is_speculative = self._waits_for_tokens, self._is_speculative
         samples_left = -(-len(running) // self._num_stages)
         if self._requests.num_grammars:
             self._masks.start_plan()
@@ -73,7 +82,7 @@ class RunningPlan:
             num_tokens = request.num_tokens
             if num_tokens >= request.max_num_tokens:
                 continue  # its last token is in flight
-            if in_pipeline and (request.has_token_in_flight or not samples_left):
+            if waits_for_tokens and (request.has_token_in_flight or not samples_left):
                 continue
             if not budget:
                 break
@@ -116,10 +125,13 @@ class RunningPlan:
         """Plans the last known token of a request, which needs a block or may have draft tokens.
 
         Returns:
-            True: it samples. None if blocks are missing; then no further request is planned.
+            Whether it samples. It waits if a draft token in flight may be its last token. None if blocks are missing;
+            then no further request is planned.
         """
+        if request.max_num_tokens_in_flight >= request.max_num_tokens:
+            return False
         drafts = request.draft_token_ids
-        if drafts:
+        if drafts or request.has_token_in_flight:
             num_others = len(self._requests.running) - len(step.batch) - 1
             drafts = self._take_draft_tokens(request, step.budget - 1 - num_others)
         if not self._blocks.allocate(request, drafts, step.plan):
@@ -201,9 +213,16 @@ class RunningPlan:
         return counts
 
     def _take_draft_tokens(self, request: Request, budget: int) -> list[int]:
-        """Removes a running request's draft tokens, and returns as many as the budget allows."""
+        """Removes a running request's draft tokens, and returns as many as the budget allows.
+
+        With a token in flight these are placeholders. All that a step may compute of a request, from its lower bound
+        on, is no more than the largest step: so many slots there are behind the window of a group of layers.
+        """
         drafts, request.draft_token_ids = request.draft_token_ids, []
+        if request.has_token_in_flight:
+            drafts = [PLACEHOLDER] * self._num_placeholders
+            budget = min(budget, self._max_step_tokens - 1 - request.num_drafts_in_flight)
         if self._states.is_needed:
             budget = min(budget, self._states.draft_budget(request, others_wait=bool(self._requests.waiting)))
         # The step also samples a token behind the last draft token; that may be the request's last one.
-        return drafts[: max(0, min(budget, request.max_num_tokens - request.num_tokens - 1))]
+        return drafts[: max(0, min(budget, request.max_num_tokens - request.max_num_tokens_in_flight - 1))]

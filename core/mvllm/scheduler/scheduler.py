@@ -65,8 +65,10 @@ class Scheduler:
         num_stages: Pipeline stages that execute the plans. With more than one, a request is part of one step at a time
             (its next plan waits for its token), and decoding requests are spread over as many steps.
         max_loras: Most different LoRA adapters among the running requests.
-        num_speculative_tokens: Most draft tokens of a request in one step. With draft tokens, too, a request is part of
-            one step at a time.
+        num_speculative_tokens: Most draft tokens of a request in one step.
+        workers_keep_drafts: Workers keep the draft tokens that they propose, so that plans may have placeholders of
+            them, see SchedulerOutput. Otherwise, with more than one pipeline stage, and in models with sequence states,
+            a request with draft tokens is part of one step at a time.
         num_lookahead_tokens: Slots behind a sequence's last token that a proposer can use.
         can_defer_masks: Plans may say `masks_follow`. The caller then asks for `masks_for` when it has passed the
             results of the previous plan to `update_from_output`.
@@ -98,6 +100,7 @@ class Scheduler:
         max_loras: int = 0,
         num_speculative_tokens: int = 0,
         num_lookahead_tokens: int = 0,
+        workers_keep_drafts: bool = False,
         can_defer_masks: bool = False,
         connectors: KVConnectors | None = None,
         encoders: EncoderPlanner | None = None,
@@ -123,6 +126,7 @@ class Scheduler:
         times_swaps = swaps and preemption_mode == AUTO
         self._step_times = StepTimeModel() if config.long_prefill_slowdown or times_swaps else None
         swapper = Swapper(preemption_mode, kv_cache, copy_costs, self._step_times) if swaps else None
+        plans_ahead = workers_keep_drafts and num_stages == 1 and kv_cache.states is None
         self._planner = StepPlanner(
             config,
             self.requests,
@@ -132,6 +136,7 @@ class Scheduler:
             num_stages=num_stages,
             max_loras=max_loras,
             is_speculative=num_speculative_tokens > 0,
+            num_placeholders=num_speculative_tokens if plans_ahead else 0,
             num_lookahead_tokens=num_lookahead_tokens,
             can_defer_masks=can_defer_masks,
             step_times=self._step_times if config.long_prefill_slowdown else None,
@@ -449,6 +454,7 @@ class Scheduler:
             self._end(ended, failed)
         if plan.draft_token_ids:
             self._apply_draft_results(plan, batch, output)
+            self._end_drafts(plan, batch)
         if output.draft_token_ids:
             self._store_drafts(batch, output.draft_token_ids)
         if self.kv_loads is not None:
@@ -529,10 +535,20 @@ class Scheduler:
             self.requests.fail(request, message, parameter)
 
     def _store_drafts(self, batch: list[Request], drafts: dict[int, list[int]]) -> None:
-        """Stores draft tokens, by position in the batch, for the next plans of their requests."""
+        """Stores draft tokens, by position in the batch, for the next plans of their requests.
+
+        Those behind a token that the next step has computed meanwhile are dropped.
+        """
         for position, tokens in drafts.items():
-            if batch[position].status is RequestStatus.RUNNING:
-                batch[position].draft_token_ids = tokens
+            request = batch[position]
+            if request.status is RequestStatus.RUNNING and not request.has_token_in_flight:
+                request.draft_token_ids = tokens
+
+    def _end_drafts(self, plan: SchedulerOutput, batch: list[Request]) -> None:
+        """Records that a plan's draft tokens are not in flight any more."""
+        for position, drafts in plan.draft_token_ids.items():
+            if batch[position] is not RESTARTED:  # a restarted request has none
+                batch[position].num_drafts_in_flight -= len(drafts)
 
     def _apply_draft_results(self, plan: SchedulerOutput, batch: list[Request], output: ModelRunnerOutput) -> None:
         """Counts draft tokens, and chooses the state of requests whose draft tokens were verified; see `StateSlots`."""

@@ -77,6 +77,7 @@ class Step:
         if total > len(batch):  # otherwise every row computes one token
             for position, drafts in plan.draft_token_ids.items():
                 counts[position] += len(drafts)
+                batch[position].num_drafts_in_flight += len(drafts)
             self.batch = decodes_first(plan, batch)
 
 

@@ -56,6 +56,7 @@ class StepPlanner:
 
     Args:
         stats: Counters to add to.
+        is_speculative, num_placeholders: As for RunningPlan.
         step_times: Estimates the times of steps; None if plans must not depend on time.
         kv_loads: Requests that wait for KV connectors; None without a host tier.
         swapper: Keeps the blocks of preempted requests in host memory; None if they are always computed again.
@@ -73,6 +74,7 @@ class StepPlanner:
         num_stages: int,
         max_loras: int,
         is_speculative: bool,
+        num_placeholders: int,
         num_lookahead_tokens: int,
         can_defer_masks: bool,
         step_times: StepTimeModel | None = None,
@@ -106,10 +108,13 @@ class StepPlanner:
             blocks=blocks,
             limiter=self._limiter,
             states=self._states,
-            masks=DeferredMasks(is_possible=can_defer_masks and num_stages == 1),
+            # A mask would depend on the number of draft tokens that are accepted before it.
+            masks=DeferredMasks(is_possible=can_defer_masks and num_stages == 1 and not is_speculative),
             encoders=encoders,
             num_stages=num_stages,
             is_speculative=is_speculative,
+            num_placeholders=num_placeholders,
+            max_step_tokens=config.max_num_batched_tokens,
         )
         self._waiting_plan = WaitingPlan(
             requests,

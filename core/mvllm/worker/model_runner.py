@@ -59,6 +59,7 @@ from mvllm.worker.pair_sampling import PairSampling
 from mvllm.worker.pipeline_transport import PipelineTransport
 from mvllm.worker.prompt_logprobs import PromptLogprobsComputer
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
+from mvllm.worker.spec_decode.held_drafts import HeldDrafts
 from mvllm.worker.spec_decode.proposer import DraftStep, Proposer, make_proposer
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, ragged_ranges
 from mvllm.worker.step_result import ComputedStep, StepResult
@@ -133,6 +134,7 @@ class ModelRunner:
         self._logsumexp: LogSumExp = reference_logsumexp
         self._encoders = EncoderRunner(config, runtime, tp, pp, on_host=self.loader.encoders_on_host)
         self._proposer: Proposer | None = None
+        self._held_drafts = HeldDrafts()
         self._sampled_token_buffer: SampledTokenBuffer | None = None
         self._step_awaiting_masks: _UnsampledStep | None = None
         self._num_state_slots = 0
@@ -357,6 +359,7 @@ class ModelRunner:
         self._pipeline.apply_pending_outputs(plan, self.rows)
         if self._proposer is not None and plan.freed_rows:
             self._proposer.on_requests_removed(plan.freed_rows)
+        planned, plan = plan, self._take_drafts(plan)
         self.rows.apply_plan(plan)
         if plan.freed_encoder_outputs:
             self._encoders.free(plan)
@@ -375,7 +378,17 @@ class ModelRunner:
         output = self._attempt(plan, before, partial(self._run_step, plan))
         self._runtime.step_mark()
         self._inputs.staging.end_step()
+        if output is not None and plan is not planned:
+            output.num_draft_tokens = {position: len(drafts) for position, drafts in plan.draft_token_ids.items()}
         return self._with_copies_done(output)
+
+    def _take_drafts(self, plan: SchedulerOutput) -> SchedulerOutput:
+        """The plan with the draft tokens that were proposed for its rows, where it has placeholders for them."""
+        if self._num_speculative:
+            self._held_drafts.drop(plan.freed_rows)
+            plan = self._held_drafts.fill(plan)
+            self._held_drafts.drop(plan.rows)
+        return plan
 
     @in_inference_mode
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> ModelRunnerOutput | None:
@@ -569,6 +582,7 @@ class ModelRunner:
             self._forward.layer_states,
         )
         drafts = proposer.propose(step)
+        self._held_drafts.hold({row: tokens for row, tokens in zip(step.rows.tolist(), drafts, strict=True) if tokens})
         return {position: tokens for position, tokens in zip(positions.tolist(), drafts, strict=True) if tokens}
 
     def _upload_masks(self, inputs: StepInputs, masks: TokenMasks | None) -> torch.Tensor | None:

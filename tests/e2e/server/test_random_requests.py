@@ -8,6 +8,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -15,10 +16,11 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from mvllm import LLM, SamplingParams
 from mvllm.entrypoints.openai import protocol
 from tests.helpers.processes import wait_until
 from tests.helpers.random_bodies import random_requests
-from tests.helpers.server import ServerProcess, settled_pids, wait_idle
+from tests.helpers.server import SMALL, ServerProcess, settled_pids, wait_idle
 
 BODIES = {
     "/v1/completions": protocol.CompletionRequest,
@@ -139,6 +141,38 @@ def check_resources(server: ServerProcess, client: httpx2.Client, num_requests: 
 
 def test_no_state_is_left_after_300_requests(server: ServerProcess, client: httpx2.Client) -> None:
     check_resources(server, client, 300, 40)
+
+
+def test_texts_are_whole_with_drafts_planned_ahead(tmp_path: Path) -> None:
+    """Greedy texts, streamed while other requests come, end and are disconnected, are those without drafts."""
+    prompts = [f"Once upon a time there was a {name}. There was a" for name in ("fox", "king", "cat", "ship")]
+    bodies = [{"prompt": each, "max_tokens": 60, "temperature": 0, "ignore_eos": True} for each in prompts]
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with LLM("demo", batch_invariant=True, kv_cache_memory_bytes=64 << 20) as llm:
+        expected = [output.outputs[0].text for output in llm.generate(prompts, greedy, use_tqdm=False)]
+    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1})
+    options = ["--port", "0", *SMALL, "--batch-invariant", "--speculative-config", drafts, "--async-scheduling"]
+
+    async def stream(client: httpx2.AsyncClient, body: dict[str, Any]) -> str:
+        answer = await client.post("/v1/completions", json={**body, "stream": True})
+        assert answer.text.endswith("data: [DONE]\n\n")
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+        return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+
+    async def among_others(url: str) -> None:
+        others = asyncio.create_task(traffic(url, 80, 12, seed=3))
+        async with httpx2.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
+            while not others.done():
+                assert await asyncio.gather(*(stream(client, body) for body in bodies)) == expected
+        assert all((await others).values())
+
+    with ServerProcess(tmp_path, "demo", *options) as server:
+        asyncio.run(among_others(server.wait_ready().url))
+        with server.client() as own:
+            wait_idle(own)
+            metrics = own.get("/metrics").text
+    accepted = [line for line in metrics.splitlines() if line.startswith("mvllm:spec_decode_num_accepted_tokens_total")]
+    assert accepted and float(accepted[0].split()[-1]) > 0
 
 
 @pytest.mark.exhaustive

@@ -14,6 +14,7 @@ from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.errors import ConfigError
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.shapes import ShapePolicy
+from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
 from tests.unit.engine.builders import make_config
 from tests.unit.worker.fake_platform import FakePlatform
 
@@ -45,12 +46,20 @@ def resolve(config: EngineConfig, **changes: Any) -> EngineConfig:
     return resolve_config(config, platform)
 
 
-def test_async_scheduling_is_off_with_draft_tokens_and_the_log_says_so(caplog):
+@pytest.mark.parametrize(
+    ("backend", "size", "is_on"), [(None, 1, False), ("uni", 1, False), (None, 2, True), ("mp", 1, True)]
+)
+def test_async_scheduling_is_on_with_draft_tokens_where_workers_have_processes(caplog, backend, size, is_on):
     caplog.set_level(logging.INFO)
     assert resolve(speculative_config(None)).scheduler.async_scheduling is True
     assert "async_scheduling" not in caplog.text
-    assert resolve(speculative_config()).scheduler.async_scheduling is False
-    assert "scheduler.async_scheduling = False: with draft tokens" in caplog.text
+    config = speculative_config()
+    parallel = dataclasses.replace(config.parallel, distributed_executor_backend=backend, tensor_parallel_size=size)
+    config = dataclasses.replace(config, parallel=parallel)
+    changes = {"collectives": ("all_reduce", "all_gather")}
+    assert resolve(config, **changes).scheduler.async_scheduling is is_on
+    assert ("scheduler.async_scheduling = False: with draft tokens" in caplog.text) is not is_on
+    assert resolve(config, async_copies=False, **changes).scheduler.async_scheduling is False
 
 
 def test_methods_that_read_hidden_states_are_refused_where_models_run_as_graphs():
@@ -62,10 +71,11 @@ def test_methods_that_read_hidden_states_are_refused_where_models_run_as_graphs(
     assert resolve(speculative_config(draft()), graph_compiler=True).speculative is not None
 
 
-def test_async_scheduling_with_draft_tokens_is_refused():
-    with pytest.raises(ConfigError, match=r"async_scheduling and speculative_config are both set.*Leave one of them"):
-        resolve(speculative_config(async_scheduling=True))
-    assert resolve(speculative_config(async_scheduling=False)).speculative == NGRAM
+@pytest.mark.parametrize("asked", [True, False])
+def test_async_scheduling_with_draft_tokens_is_as_asked(asked):
+    settled = resolve(speculative_config(async_scheduling=asked))
+    assert (settled.speculative, settled.scheduler.async_scheduling) == (NGRAM, asked)
+    assert not keeps_sampled_tokens_on_device(settled, ABLE)
 
 
 @pytest.mark.parametrize(

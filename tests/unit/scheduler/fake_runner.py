@@ -19,9 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from mvllm.messages.scheduler_output import PLACEHOLDER, ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 VOCAB_SIZE = 50
 
@@ -113,6 +115,7 @@ class _Row:
         self.num_computed = data.num_computed_tokens
         self.num_drafts = 0  # the last of `tokens`, while a step verifies them
         self.pooled: list[int] = []
+        self.drafts: list[int] = []  # for a plan with placeholders
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
@@ -143,6 +146,7 @@ class FakeRunner:
         missing_adapters: Ids of adapters that cannot be loaded: their rows report it, and compute without the adapter.
         num_computed: Tokens computed so far, by request id.
         propose: Proposes draft tokens for a row; None without speculative decoding.
+        keeps_drafts: Plans may have placeholders of the draft tokens.
         host: Contents of each host block.
         taken_host: Host blocks that a connector fills (True) or reads (False).
     """
@@ -169,6 +173,7 @@ class FakeRunner:
         self.may_read_garbage = False
         self.num_computed: dict[str, int] = {}
         self.propose: Callable[[list[int]], list[int]] | None = None
+        self.keeps_drafts = False
         self.next_step = 0
         self.host: dict[int, list[int | None]] = {}
         self.taken_host: dict[int, bool] = {}
@@ -176,6 +181,7 @@ class FakeRunner:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self._copy(plan)
         self._apply(plan)
+        planned, plan = plan, self._fill_placeholders(plan)
         if plan.step in self.steps_without_memory:
             return self._fail_step(plan)
         for position, drafts in plan.draft_token_ids.items():
@@ -184,6 +190,8 @@ class FakeRunner:
             self._write(self.rows[row], count)
         self._spread_poison(plan)
         output = ModelRunnerOutput(step=plan.step)
+        if plan is not planned:
+            output.num_draft_tokens = {position: len(drafts) for position, drafts in plan.draft_token_ids.items()}
         sampling = {row for row in plan.rows if self.rows[row].num_computed == len(self.rows[row].tokens)}
         for row, state in self.rows.items():
             if state.data.guided_row is not None:
@@ -199,6 +207,22 @@ class FakeRunner:
                     output.errors[plan.rows.index(data.row)] = "no such adapter"
         self._sample_pairs(plan, sampling, output)
         return output
+
+    def _fill_placeholders(self, plan: SchedulerOutput) -> SchedulerOutput:
+        """The plan with the rows' own drafts instead of placeholders."""
+        drafts, counts = dict(plan.draft_token_ids), list(plan.num_scheduled_tokens)
+        held = {row: self.rows[row].drafts for row in plan.rows}
+        for row in plan.rows:
+            self.rows[row].drafts = []
+        for position, planned in plan.draft_token_ids.items():
+            if PLACEHOLDER in planned:
+                assert set(planned) == {PLACEHOLDER} and self.keeps_drafts
+                own = drafts[position] = held[plan.rows[position]][: len(planned)]
+                counts[position] += len(own) - len(planned)
+        if PLACEHOLDER not in {token for each in plan.draft_token_ids.values() for token in each}:
+            return plan
+        drafts = {position: each for position, each in drafts.items() if each}
+        return msgspec.structs.replace(plan, draft_token_ids=drafts, num_scheduled_tokens=counts)
 
     def _copy(self, plan: SchedulerOutput) -> None:
         """Saves and loads blocks."""
@@ -372,6 +396,7 @@ class FakeRunner:
         assert self.propose is not None
         if drafts := self.propose(row.tokens):
             output.draft_token_ids[position] = drafts
+            row.drafts = drafts if self.keeps_drafts else []
         for ahead in range(len(row.tokens) - 1, len(row.tables[0]) * self.block_size):
             if len(self.windows) == 1:
                 self.slots[self._slot(row, ahead, 0)] = SCRAWL

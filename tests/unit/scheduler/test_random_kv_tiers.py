@@ -63,6 +63,9 @@ class Limits:
         self.preemption_mode = dice.choice(["swap", "swap", "auto", "recompute"])
         self.role = dice.choice(["both", "both", "both", "producer", "consumer", None])
         self.seed = dice.randrange(1000)
+        self.plans_ahead = self.has_drafts and self.num_stages == 1 and self.seed % 4 > 0
+        if self.plans_ahead:
+            self.depth = 1 + self.seed % 4
 
     def make_engine(self, dice: random.Random, store: dict | None = None) -> Engine:
         connector = FakeConnector(store, dice)
@@ -75,6 +78,7 @@ class Limits:
             num_stages=self.num_stages,
             num_state_slots=self.num_state_slots,
             num_speculative_tokens=3 if self.has_drafts else 0,
+            workers_keep_drafts=self.plans_ahead,
             clock=lambda: next(ticks) % 97 + 0.01,
             host_tier=HostTier(self.host_blocks, **self.tier_settings),
             connectors=KVConnectors({} if self.role is None else {"fake": (connector, self.role)}),
@@ -87,6 +91,7 @@ class Limits:
         engine.connector = connector
         if self.has_drafts:
             engine.runner.propose = make_proposer(3, self.seed)
+            engine.runner.keeps_drafts = self.plans_ahead
         return engine
 
     @property

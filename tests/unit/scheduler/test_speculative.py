@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mvllm.messages.requests import FinishReason
 from mvllm.messages.sampling_params import RequestOutputKind
-from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.messages.scheduler_output import PLACEHOLDER, ModelRunnerOutput, SchedulerOutput
+from mvllm.scheduler.request import Request
 from tests.unit.scheduler.builders import Engine, make_request, make_scheduler
 from tests.unit.scheduler.fake_runner import expected_tokens, fingerprints, logprobs_of, next_token
 from tests.unit.scheduler.test_grammar_masks import Countdown
@@ -45,13 +46,25 @@ def make_engine(
     propose: Callable[[list[int]], list[int]] | None = None,
     num_lookahead: int = 0,
     depth: int = 1,
+    ahead: bool = False,
     **config: object,
 ) -> Engine:
-    """An engine whose draft tokens are correct by default."""
+    """An engine whose draft tokens are correct by default.
+
+    Args:
+        depth: Plans in flight at once.
+        ahead: A request is part of all of them, with placeholders of its draft tokens. Otherwise `depth` is the number
+            of pipeline stages.
+    """
     scheduler = make_scheduler(
-        num_speculative_tokens=num_tokens, num_lookahead_tokens=num_lookahead, num_stages=depth, **config
+        num_speculative_tokens=num_tokens,
+        num_lookahead_tokens=num_lookahead,
+        num_stages=1 if ahead else depth,
+        workers_keep_drafts=ahead,
+        **config,
     )
     engine = Engine(scheduler, depth=depth)
+    engine.runner.keeps_drafts = ahead
     engine.runner.propose = propose or (lambda tokens: following(tokens, num_tokens))
     return engine
 
@@ -63,6 +76,7 @@ class DraftSettings:
     num_tokens: int
     is_by_model: bool
     seed: int
+    plans_ahead: bool
 
     def make_engine(self, limits: Limits) -> Engine:
         given = {name: value for name, value in vars(limits).items() if name not in ("depth", "num_stages")}
@@ -74,13 +88,14 @@ class DraftSettings:
             self.num_tokens,
             propose=make_proposer(self.num_tokens, self.seed),
             num_lookahead=self.num_tokens if self.is_by_model else 0,
-            depth=limits.num_stages,
+            depth=limits.depth if self.plans_ahead else limits.num_stages,
+            ahead=self.plans_ahead,
             max_model_len=MAX_MODEL_LEN,
             **given,
         )
 
 
-draft_settings = st.builds(DraftSettings, st.integers(1, 6), st.booleans(), st.integers(0, 1000))
+draft_settings = st.builds(DraftSettings, st.integers(1, 6), st.booleans(), st.integers(0, 1000), st.booleans())
 
 
 @settings(deadline=None, max_examples=200)
@@ -88,9 +103,11 @@ draft_settings = st.builds(DraftSettings, st.integers(1, 6), st.booleans(), st.i
 def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, draft_settings, actions):
     engine, added, aborted = draft_settings.make_engine(limits), {}, set()
     for action, argument in actions:
-        name = f"r{argument}" if isinstance(argument, int) else ""
+        name = f"r{argument % 31}" if isinstance(argument, int) else ""
         if action == "add":
-            request = make_request(**argument | {"companion": None}, request_id=f"r{len(added)}")
+            request = make_request(**argument, request_id=f"r{len(added)}")
+            if request.pair is not None and not limits.can_pair(request):
+                request.pair = None
             added[request.request_id] = request
             engine.add(request)
         elif action == "step":
@@ -102,9 +119,9 @@ def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, draft_settin
             engine.scheduler.abort_requests([name])
             engine.scheduler.check_integrity()
         elif action == "fail":
-            engine.runner.failing.add(name)
+            engine.runner.failing.add(name if argument < 31 else f"{name} (companion)")
     engine.run()
-    any_failed = bool(engine.runner.failing & added.keys())
+    any_failed = bool({name.removesuffix(" (companion)") for name in engine.runner.failing} & added.keys())
     for name, request in added.items():
         check_result(engine, request, limits, ended_early=name in aborted, may_fail=any_failed)
     assert engine.scheduler.make_stats().kv_cache_usage == 0.0
@@ -118,14 +135,17 @@ def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, draft_settin
     assert not engine.runner.rows
 
 
-@pytest.mark.parametrize(("depth", "num_lookahead"), [(1, 0), (1, 4), (3, 4)])
-def test_hundreds_of_requests_leave_no_block_row_or_request_behind(depth, num_lookahead):
+@pytest.mark.parametrize(
+    ("depth", "num_lookahead", "ahead"), [(1, 0, False), (1, 4, False), (3, 4, False), (2, 4, True)]
+)
+def test_hundreds_of_requests_leave_no_block_row_or_request_behind(depth, num_lookahead, ahead):
     dice = random.Random(depth)
     engine = make_engine(
         4,
         propose=make_proposer(4, seed=depth),
         num_lookahead=num_lookahead,
         depth=depth,
+        ahead=ahead,
         num_blocks=12,
         block_size=4,
         max_num_seqs=8,
@@ -353,3 +373,169 @@ def test_a_request_ends_where_its_grammar_is_complete_within_a_draft():
         plan, ModelRunnerOutput(plan.step, [7], further_token_ids={0: [7, 7]})
     ).outputs
     assert output.new_token_ids == [7, 7] and output.finish_reason is FinishReason.STOP
+
+
+# ------------------------------------------------------------------------------ planned before the results are back
+
+
+def planned_lengths(plans: list[SchedulerOutput]) -> list[list[int]]:
+    """The numbers of draft tokens, all of them placeholders, of each plan."""
+    drafts = [list(plan.draft_token_ids.values()) for plan in plans]
+    assert all(token == PLACEHOLDER for some in drafts for each in some for token in each)
+    return [[len(each) for each in some] for some in drafts]
+
+
+def test_plans_made_ahead_have_placeholders_that_the_worker_replaces():
+    engine = make_engine(3, depth=2, ahead=True)
+    request = make_request(6, request_id="a", max_tokens=14)
+    plans = steps_of(engine, request)
+    # 1, 1 + 3, ...: at most 14 tokens are in flight, so the last steps have fewer drafts and some wait for results.
+    assert [plan.num_scheduled_tokens for plan in plans[:4]] == [[6], [4], [4], [4]]
+    assert planned_lengths(plans[:4]) == [[], [3], [3], [3]]
+    assert [len(output.new_token_ids) for output in engine.results["a"].outputs] == [1, 4, 4, 4, 1]
+    assert engine.results["a"].token_ids == alone(request)
+    stats = engine.scheduler.make_stats()
+    assert stats.accepted_at == [3, 3, 3] and (stats.num_drafts, stats.num_draft_tokens) == (3, 9)
+
+
+def test_a_worker_with_fewer_drafts_than_placeholders_says_how_many_it_verified():
+    engine = make_engine(4, propose=lambda tokens: following(tokens, len(tokens) % 3), depth=2, ahead=True)
+    request = make_request(6, request_id="a", max_tokens=20)
+    steps_of(engine, request)
+    assert engine.results["a"].token_ids == alone(request)
+    stats = engine.scheduler.make_stats()
+    assert 0 < stats.num_accepted_tokens == stats.num_draft_tokens <= 2 * stats.num_drafts
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("max_tokens", range(1, 14))
+def test_no_plan_goes_past_the_last_token_if_all_drafts_in_flight_are_accepted(max_tokens, depth):
+    engine = make_engine(4, max_model_len=17, depth=depth, ahead=True)
+    request = make_request(6, request_id="a", max_tokens=max_tokens)
+    steps_of(engine, request)
+    result, longest = engine.results["a"], min(max_tokens, 11)
+    assert result.finish_reason is FinishReason.LENGTH and result.token_ids == alone(request)[:longest]
+    assert engine.runner.num_computed["a"] == 6 + longest - 1  # each token once, the last never
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+@pytest.mark.parametrize("at", range(7))
+def test_results_of_a_step_behind_a_stop_token_are_dropped(kind, at):
+    prompt = [1, 6, 7]
+    tokens = following(prompt, 8)
+    stopping = {"stop_token_ids": [tokens[at]], "max_tokens": 30, "logprobs": 1, "output_kind": kind}
+    engine = make_engine(2, depth=2, ahead=True)
+    [result] = engine.run(make_request(prompt, **stopping))
+    assert (result.token_ids, result.finish_reason) == (tokens[: at + 1], FinishReason.STOP)
+    assert result.logprobs == [logprobs_of(token) for token in tokens[: at + 1]]
+    engine.step()
+    assert not engine.runner.rows
+
+
+def _lacks_slots(request: Request) -> bool:
+    """Whether a request lacks slots if all of its drafts in flight are accepted."""
+    return request.max_num_tokens_in_flight > request.table.num_slots
+
+
+def test_no_request_is_preempted_for_tokens_that_may_not_exist():
+    engine = make_engine(2, depth=2, ahead=True, num_blocks=9, block_size=4, propose=lambda tokens: [49, 49])
+    requests = [make_request(3, max_tokens=12), make_request(4, max_tokens=14), make_request(4, max_tokens=14)]
+    engine.add(*requests)
+    scheduler, num_waits = engine.scheduler, 0
+    while scheduler.has_requests():
+        before, running = scheduler.make_stats().num_preemptions, scheduler.requests.running
+        might = [each for each in running if each.num_drafts_in_flight and _lacks_slots(each)]
+        plan = scheduler.schedule()
+        waiting = [each for each in might if each.row not in plan.rows]
+        if running and waiting[:1] == running[:1]:
+            assert scheduler.make_stats().num_preemptions == before
+            num_waits += len(running) > 1
+        engine.in_flight.append((plan, engine.runner.execute(plan)))
+        while len(engine.in_flight) > 1:
+            engine.collect()
+    assert num_waits and scheduler.make_stats().num_preemptions
+    assert [engine.results[each.request_id].token_ids for each in requests] == [alone(each) for each in requests]
+
+
+def test_a_request_comes_back_with_the_drafts_that_were_accepted_when_it_was_preempted():
+    """A pair, which has no drafts, needs the blocks of a request with drafts in flight."""
+    engine = make_engine(2, depth=2, ahead=True, num_blocks=8, block_size=4)
+    pair = make_request(3, companion=[5] * 3, max_tokens=12)
+    requests = [make_request(4, max_tokens=14), make_request(4, max_tokens=14)]
+    engine.add(pair, *requests)
+    num_seen = 0
+    while engine.scheduler.has_requests():
+        plan = engine.scheduler.schedule()
+        num_seen += any(each.num_drafts_in_flight for each in engine.scheduler.requests.blocked)
+        engine.in_flight.append((plan, engine.runner.execute(plan)))
+        while len(engine.in_flight) > 1:
+            engine.collect()
+    assert num_seen
+    assert [engine.results[each.request_id].token_ids for each in requests] == [alone(each) for each in requests]
+
+
+def test_a_row_has_slots_for_its_drafts_in_flight_behind_the_window_of_a_group():
+    engine = make_engine(6, depth=2, ahead=True, block_size=2, windows=(None, 3), max_num_batched_tokens=8)
+    request = make_request(5, max_tokens=24)
+    assert engine.run(request)[0].token_ids == alone(request)
+
+
+def test_a_request_that_starts_again_has_no_drafts_in_flight():
+    """The second request reads blocks that the first should have written, and is in two steps when that one fails."""
+    engine = make_engine(3, depth=4, ahead=True, block_size=2)
+    prompt = [1, 2, 3, 4, 5, 6]
+    first, second = (make_request(prompt, request_id=name, max_tokens=12) for name in "ab")
+    engine.runner.failing.add("a")
+    engine.add(first)
+    engine.step()
+    engine.add(second)
+    engine.step()
+    engine.step()
+    state = engine.scheduler.requests.by_id["b"]
+    assert state.num_drafts_in_flight == 3
+    engine.collect()
+    assert (state.num_drafts_in_flight, state.num_tokens) == (0, 6)
+    engine.run()
+    assert engine.results["b"].token_ids == alone(second)
+    assert engine.results["a"].finish_reason is FinishReason.ERROR
+
+
+def test_drafts_behind_a_token_that_the_next_step_has_computed_are_not_used_again():
+    engine = make_engine(3, depth=2, ahead=True, max_num_batched_tokens=8)
+    request = make_request(6, request_id="a", max_tokens=24)
+    engine.add(request)
+    for _ in range(3):
+        engine.step()
+        [state] = engine.scheduler.requests.running
+        assert state.has_token_in_flight and not state.draft_token_ids
+    while engine.in_flight:
+        engine.collect()
+    drafts = state.draft_token_ids
+    assert drafts == following(state.token_ids, 3)
+    assert list(engine.step().draft_token_ids.values()) == [drafts]  # nothing is in flight: they are known
+    engine.run()
+    assert engine.results["a"].token_ids == alone(request)
+
+
+def test_a_request_with_a_grammar_waits_for_its_results():
+    scheduler = make_engine(3, depth=2, ahead=True, can_defer_masks=True).scheduler
+    scheduler.add_request(make_request(request_id="formed", structured_outputs={"regex": "a"}, max_tokens=9))
+    scheduler.start_grammar("formed", Countdown(6))
+    scheduler.add_request(make_request(request_id="free", max_tokens=9))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert (len(first.rows), len(second.rows)) == (2, 1)
+    assert second.rows == [scheduler.requests.by_id["free"].row] and not second.masks_follow
+    drafts = {position: [7, 7] for position in range(2)}
+    scheduler.update_from_output(first, ModelRunnerOutput(first.step, [7, 7], draft_token_ids=drafts))
+    third = scheduler.schedule()
+    row = scheduler.requests.by_id["formed"].row
+    assert third.draft_token_ids[third.rows.index(row)] == [7, 7] and third.mask_rows == [row] * 3
+
+
+def test_in_models_with_states_a_request_with_drafts_waits_for_its_results():
+    engine = make_engine(3, depth=2, ahead=True, num_state_slots=6)
+    requests = [make_request(3, request_id=name, max_tokens=9) for name in "ab"]
+    engine.add(requests[0])
+    assert [len(engine.step().rows), len(engine.step().rows)] == [1, 0]
+    engine.run(requests[1])
+    assert [engine.results[name].token_ids for name in "ab"] == [alone(request) for request in requests]

@@ -173,12 +173,6 @@ def _check_speculative(config: EngineConfig, capabilities: Capabilities, platfor
         )
     if (draft := config.speculative.model) is not None:
         _check_model(draft, capabilities, platform, f"The draft model {draft.model}")
-    if config.scheduler.async_scheduling:
-        raise ConfigError(
-            "async_scheduling and speculative_config are both set, but with draft tokens a step cannot be scheduled "
-            "before the step before it has finished. Leave one of them out: by default async_scheduling is off with "
-            "speculative_config."
-        )
 
 
 def _check_kv_transfer(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mvllm.config.engine_config import EngineConfig, replace_field
+from mvllm.config.engine_config import EngineConfig, ParallelConfig, replace_field
 from mvllm.engine.core.capability_checks import required_config_changes
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.executor.interface import log_drawn_seed
@@ -51,11 +51,14 @@ def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
         config = replace_field(config, "speculative.model", draft)
     if config.scheduler.async_scheduling is None:
         # Async scheduling is faster if the device computes in parallel to the host. On a CPU both share the cores.
-        # With draft tokens, the next step depends on how many of them are accepted.
-        async_scheduling = capabilities.async_copies and config.speculative is None
+        # With draft tokens a worker reads its tokens within each step: in this process that blocks, and the output of
+        # one step would wait for the next step.
+        reads_here = config.speculative is not None and _runs_in_this_process(config.parallel)
+        async_scheduling = capabilities.async_copies and not reads_here
         config = replace_field(config, "scheduler.async_scheduling", async_scheduling)
         if capabilities.async_copies and not async_scheduling:
-            _log(ConfigChange("scheduler.async_scheduling", False, "with draft tokens steps are planned one at a time"))
+            reason = "with draft tokens it overlaps steps only with workers in processes of their own"
+            _log(ConfigChange("scheduler.async_scheduling", False, reason))
     for change in required_config_changes(config, capabilities, platform.spec.name):
         config = replace_field(config, change.field, change.value)
         _log(change)
@@ -69,6 +72,12 @@ def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     if config.model.seed_is_random and config.parallel.distributed_executor_backend != "external_launcher":
         log_drawn_seed(config.model.seed)  # ranks of an external launcher log it when they have agreed on one
     return config
+
+
+def _runs_in_this_process(parallel: ParallelConfig) -> bool:
+    """Whether a worker runs in the process of the engine core."""
+    backend = parallel.distributed_executor_backend
+    return backend in ("uni", "external_launcher") or (backend is None and parallel.world_size == 1)
 
 
 def _check_plan_items(platform: Platform, answer: Plan | Refusals) -> None:

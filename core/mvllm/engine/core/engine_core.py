@@ -358,6 +358,7 @@ class EngineCore:
             max_loras=0 if config.lora is None else config.lora.max_loras,
             num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
+            workers_keep_drafts=max_in_flight == 2 and num_stages == 1,
             encoders=make_encoder_planner(config),
             can_defer_masks=max_in_flight == 2 and num_stages == 1 and can_sample_later(self._executor),
             first_step=first_step,

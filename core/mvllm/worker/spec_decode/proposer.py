@@ -121,6 +121,9 @@ class ProposerContext:
 class Proposer(ABC):
     """Proposes draft tokens. Their quality changes the speed of generation, never the tokens.
 
+    Every rank of a tensor-parallel group has a proposer, and with asynchronous scheduling it verifies its own drafts.
+    So all ranks must propose the same: what depends on the rows and their steps alone, not on time.
+
     Args:
         context: See ProposerContext.
     """
