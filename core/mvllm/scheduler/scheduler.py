@@ -137,6 +137,7 @@ class Scheduler:
             max_loras=max_loras,
             is_speculative=num_speculative_tokens > 0,
             num_placeholders=num_speculative_tokens if plans_ahead else 0,
+            draft_length=self._draft_length,
             num_lookahead_tokens=num_lookahead_tokens,
             can_defer_masks=can_defer_masks,
             step_times=self._step_times if config.long_prefill_slowdown else None,
