@@ -87,6 +87,19 @@ class DraftSettings:
             )
         return value
 
+    def number(self, name: str, default: float, least: float, most: float) -> float:
+        """The value of a key.
+
+        Raises:
+            ConfigError: It is no number between the bounds.
+        """
+        value = self.values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise ConfigError(
+                f"speculative_config: {name} must be a number from {least:g} to {most:g}, found {value!r:.40}."
+            )
+        return float(value)
+
     def text(self, name: str) -> str | None:
         """The value of a key; None without it.
 
