@@ -13,15 +13,35 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError
 
 MAX_SPECULATIVE_TOKENS = 64
 
-BuildModel = Callable[[str, str | None, str | None], ModelConfig]
-"""Builds the config of a model from its folder or name, its revision and its quantization."""
+ReadConfig = Callable[[str, str | None], HFConfig]
+"""Reads `config.json` of a model, as it is, from its folder or name and its revision."""
+
+
+class BuildModel(Protocol):
+    """Builds the config of a model."""
+
+    def __call__(
+        self,
+        name: str,
+        revision: str | None,
+        quantization: str | None,
+        hf_overrides: Mapping[str, Any] | None = None,
+    ) -> ModelConfig:
+        """Builds the config.
+
+        Args:
+            name: Its folder or name.
+            revision, quantization: As in ModelConfig.
+            hf_overrides: Keys to replace in its `config.json`.
+        """
 
 
 @dataclass(frozen=True)
@@ -67,12 +87,14 @@ class DraftSettings:
         values: All settings.
         target: The served model.
         build_model: Builds the config of a draft model.
+        read_config: Reads the `config.json` of a draft model.
     """
 
     method: str
     values: Mapping[str, Any]
     target: ModelConfig
     build_model: BuildModel
+    read_config: ReadConfig
 
     def integer(self, name: str, default: int, least: int, most: int) -> int:
         """The value of a key.
@@ -127,11 +149,16 @@ class DraftSettings:
 class DraftMethod(ABC):
     """One method. Created without arguments whenever it is needed, so it keeps no state. Its module needs no torch.
 
+    Its entry point has the name of the method. Where the method drafts with a model, another entry point may have the
+    name of an architecture: a `model` whose config.json has it is drafted with by this method if none is named.
+
     Attributes:
+        name: The method's name, where an entry point has that of an architecture.
         keys: Its keys of `speculative_config` besides `method` and `num_speculative_tokens`.
         summary: What it proposes, for messages: a phrase that follows "which".
     """
 
+    name: ClassVar[str] = ""
     keys: ClassVar[tuple[str, ...]] = ()
     summary: ClassVar[str]
 

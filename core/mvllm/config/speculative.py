@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from mvllm import plugin_groups
-from mvllm.config.draft_method import BuildModel, DraftMethod, DraftSettings, SpeculativeConfig
+from mvllm.config.draft_method import BuildModel, DraftMethod, DraftSettings, ReadConfig, SpeculativeConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError
 
@@ -80,13 +80,14 @@ _METHODS: Mapping[str, type[DraftMethod]] = {NGRAM: NgramMethod, DRAFT_MODEL: Dr
 
 
 def read_speculative_config(
-    settings: Mapping[str, Any], build_model: BuildModel, target: ModelConfig
+    settings: Mapping[str, Any], build_model: BuildModel, read_config: ReadConfig, target: ModelConfig
 ) -> SpeculativeConfig:
     """Checks the settings and reads the draft model's config, if there is one.
 
     Args:
         settings: The JSON object.
-        build_model: Builds the config of a draft model from its folder or name, its revision and its quantization.
+        build_model: Builds the config of a draft model.
+        read_config: Reads the `config.json` of a draft model.
         target: The target model.
 
     Raises:
@@ -98,15 +99,31 @@ def read_speculative_config(
         raise ConfigError("speculative_config is set, but the model generates no tokens. Leave it out.")
     if settings.get("model") in _NGRAM_MODELS:  # vLLM's earlier name of the method
         settings = {"method": NGRAM} | {key: value for key, value in settings.items() if key != "model"}
-    name = settings.get("method", DRAFT_MODEL if "model" in settings else NGRAM)
+    name = settings["method"] if "method" in settings else _default_method(settings, read_config)
     method = _find(name)
+    name = method.name or name
     allowed = ("method", "num_speculative_tokens", *method.keys)
     if unknown := [key for key in settings if key not in allowed]:
         raise ConfigError(
             f"speculative_config has the key {unknown[0]!r:.40}, which the method {name!r} does not have."
             f"{_nearest(unknown[0], allowed)} Its keys: {', '.join(allowed)}."
         )
-    return method.read(DraftSettings(name, settings, target, build_model))
+    return method.read(DraftSettings(name, settings, target, build_model, read_config))
+
+
+def _default_method(settings: Mapping[str, Any], read_config: ReadConfig) -> str:
+    """The method that is meant where none is named: that of the architecture of the model, or else a draft model."""
+    model, revision = settings.get("model"), settings.get("revision")
+    if "model" not in settings:
+        return NGRAM
+    if isinstance(model, str) and (revision is None or isinstance(revision, str)):
+        of_architectures = [name for name in plugin_groups.allowed_names(plugin_groups.PROPOSERS) if not name.islower()]
+        if of_architectures:
+            listed = read_config(model, revision).get("architectures")
+            for name in listed if isinstance(listed, list) else ():
+                if name in of_architectures:
+                    return str(name)
+    return DRAFT_MODEL
 
 
 def _find(name: object) -> DraftMethod:
@@ -121,7 +138,7 @@ def _find(name: object) -> DraftMethod:
     source = plugin_groups.find(group, name) if isinstance(name, str) else None
     if source is not None:
         return plugin_groups.load_class(group, source, DraftMethod, "proposers.DraftMethod")()
-    others = plugin_groups.allowed_names(group)
+    others = tuple(other for other in plugin_groups.allowed_names(group) if other.islower())
     if name in _UNSUPPORTED_HEADS:
         reason = "is not supported: it drafts with heads that are trained for the model, which are not loaded."
     else:

@@ -137,10 +137,9 @@ class SuffixIndex:
         self._heads = [np.full(size, -1, dtype=np.int32) for _ in NGRAMS]
         self._chains = [np.full(size, -1, dtype=np.int32) for _ in NGRAMS]
         # Single elements of memoryviews are read and written in a third of the time that arrays take.
-        self._token_view = memoryview(self._tokens)
+        self._token_view = self._tokens.data
         self._views = [
-            (n, memoryview(head), memoryview(chain))
-            for n, head, chain in zip(NGRAMS, self._heads, self._chains, strict=True)
+            (n, head.data, chain.data) for n, head, chain in zip(NGRAMS, self._heads, self._chains, strict=True)
         ]
 
     def _reserve(self, more: int) -> None:
@@ -225,7 +224,7 @@ class SuffixIndex:
         value = 0
         for token in ngram:
             value = (value * _MULTIPLIER + token + 1) & _MASK
-        position, found = head[_slot(value, mask)], []
+        position, found = head[_slot(value, mask)], list[int]()
         while position - n >= oldest and len(found) < MAX_POSITIONS:
             found.append(position)
             position = chain[position & mask]
@@ -233,7 +232,8 @@ class SuffixIndex:
 
     def _compare(self, positions: list[int], last: np.ndarray, oldest: int) -> list[int]:
         """How many tokens before each position equal the last ones of a text."""
-        tokens, mask, view, found = self._token_view, self._size - 1, memoryview(last), []
+        tokens, mask, view = self._token_view, self._size - 1, last.data
+        found: list[int] = []
         for position in positions:
             most = min(len(view), position - oldest)
             begin, matched = (position - most) & mask, 0
