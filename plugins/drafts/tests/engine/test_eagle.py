@@ -29,7 +29,7 @@ from mvllm.extension_api.draft_heads import DraftStep, HeadProposer
 from tests.engine.conftest import MakeLLM
 from tests.engine.test_async_scheduling import requests
 from tests.engine.test_speculative import GREEDY, THREADS, acceptance, check_close, draw, run, tokens
-from tests.helpers.model_zoo import VOCAB_SIZE
+from tests.helpers.model_zoo import VOCAB_SIZE, make_checkpoint
 from tests.helpers.parity import bytes_of_blocks
 
 K = 3
@@ -259,3 +259,29 @@ def test_a_speculator_has_the_layers_config_inside(make_llm: MakeLLM, tmp_path: 
     llm = make_llm(speculative_config=head_settings(folder))
     run(llm, [draw(random.Random(5), 10)], SamplingParams(max_tokens=10, **GREEDY))
     assert acceptance(llm)[0] > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["opt-projected", "gpt2", "falcon", "mamba2", "gemma4", "falconh1", "deepseek2", "olmohybrid"]
+)
+def test_states_between_layers_are_those_of_transformers(
+    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of models with a forward pass, or with layers, of their own."""
+    steps: list[torch.Tensor] = []
+    propose = HeadProposer.propose
+
+    def record(self: HeadProposer, step: DraftStep) -> list[list[int]]:
+        assert step.layer_states is not None
+        steps.append(step.layer_states.clone())
+        return propose(self, step)
+
+    monkeypatch.setattr(HeadProposer, "propose", record)
+    first = 1 if name == "mamba2" else 0  # transformers lists its states behind layers
+    head = write_eagle3(tmp_path / "head", own_embedding=True, eagle_aux_hidden_state_layer_ids=[first, first + 1])
+    model = make_checkpoint(name, tmp_path / "model")
+    prompt = draw(random.Random(6), 11)
+    llm = make_llm(model=model, speculative_config=head_settings(head))
+    run(llm, [prompt], SamplingParams(max_tokens=6, **GREEDY))
+    expected = states_of(model, [*prompt, 0], [0, 1])
+    torch.testing.assert_close(steps[0][: len(prompt)], expected, rtol=1e-4, atol=1e-4)
