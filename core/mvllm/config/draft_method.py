@@ -122,6 +122,17 @@ class DraftSettings:
             )
         return float(value)
 
+    def flag(self, name: str, default: bool) -> bool:
+        """The value of a key.
+
+        Raises:
+            ConfigError: It is neither true nor false.
+        """
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"speculative_config: {name} must be true or false, found {value!r:.40}.")
+        return value
+
     def text(self, name: str) -> str | None:
         """The value of a key; None without it.
 

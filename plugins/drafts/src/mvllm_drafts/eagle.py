@@ -55,6 +55,23 @@ class TokenOffsets(nn.Module):
         yield whole_tensor_target("d2t", self.weight)
 
 
+class MaskState(nn.Module):
+    """The tensor `mask_hidden`: the states of a position whose token is not known.
+
+    Args:
+        ctx: Build context.
+        shape: Its shape in the checkpoint.
+    """
+
+    def __init__(self, ctx: BuildContext, *shape: int) -> None:
+        super().__init__()
+        self.weight = ctx.parameter(*shape)
+
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """Checkpoint tensor names and their targets on this rank."""
+        yield whole_tensor_target("mask_hidden", self.weight)
+
+
 class LlamaHead(DraftHead):
     """What heads of Llama layers have in common: tensors that may be the served model's, names, and logits."""
 
@@ -62,7 +79,7 @@ class LlamaHead(DraftHead):
 
     def __init__(self, config: ModelConfig, ctx: BuildContext, draft_vocab_size: int) -> None:
         super().__init__(config, ctx)
-        self._names = {self.model_name(name) for name in _tensor_names(config.path)}
+        self._shapes = {self.model_name(name): shape for name, shape in _tensor_shapes(config.path).items()}
         self.options = _options(config)
         self.rotary = RotaryEmbedding(
             ctx, RopeParameters.from_config(config.hf_config, config.head_size), config.max_model_len
@@ -72,12 +89,12 @@ class LlamaHead(DraftHead):
         size = config.hidden_size
         self.embed_tokens = (
             VocabEmbedding(ctx, "model.embed_tokens", config.vocab_size, size)
-            if "model.embed_tokens.weight" in self._names
+            if "model.embed_tokens.weight" in self._shapes
             else None
         )
-        has_head = "lm_head.weight" in self._names or draft_vocab_size != config.vocab_size
+        has_head = "lm_head.weight" in self._shapes or draft_vocab_size != config.vocab_size
         self.lm_head = LMHead(ctx, "lm_head", draft_vocab_size, size) if has_head else None
-        has_offsets = "d2t" in self._names or draft_vocab_size != config.vocab_size
+        has_offsets = "d2t" in self._shapes or draft_vocab_size != config.vocab_size
         self.offsets = TokenOffsets(ctx, draft_vocab_size) if has_offsets else None
         self._target: CausalLM | None = None
 
@@ -86,7 +103,7 @@ class LlamaHead(DraftHead):
         name = re.sub(r"^(model\.)?midlayer\.", "layers.0.", name)
         if name.startswith(("layers.", "embed_tokens.", "norm.")):
             return f"model.{name}"
-        return re.sub(r"^model\.(fc|input_norm|fc_norm|lm_head|d2t|t2d)\b", r"\1", name)
+        return re.sub(r"^model\.(fc|input_norm|fc_norm|lm_head|d2t|t2d|mask_hidden)\b", r"\1", name)
 
     def ignores(self, name: str) -> bool:
         """As in CausalLM: there are no other pipeline stages, and the head is not tied."""
@@ -147,7 +164,7 @@ class EagleHead(LlamaHead):
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx, config.vocab_size)
         size = config.hidden_size
-        self.fc = ReplicatedLinear(ctx, "fc", 2 * size, size, bias="fc.bias" in self._names)
+        self.fc = ReplicatedLinear(ctx, "fc", 2 * size, size, bias="fc.bias" in self._shapes)
         self.layers = nn.ModuleList(
             self._layer(ctx, number, None, LayerNorms() if number else LayerNorms(before_attention=None))
             for number in range(config.num_layers)
@@ -204,7 +221,7 @@ class Eagle3Head(LlamaHead):
         size, eps = config.hidden_size, config.hf_config.positive_number("rms_norm_eps", 1e-6)
         num_states = len(layout.layers)
         wide = num_states * layout.target_hidden_size
-        self.fc = ReplicatedLinear(ctx, "fc", wide, size, bias="fc.bias" in self._names) if num_states else None
+        self.fc = ReplicatedLinear(ctx, "fc", wide, size, bias="fc.bias" in self._shapes) if num_states else None
         self.input_norm = RMSNorm(ctx, "input_norm", wide, eps) if layout.norm_before_fc else None
         self.fc_norms = nn.ModuleList(
             RMSNorm(ctx, f"fc_norm.{i}", layout.target_hidden_size, eps)
@@ -219,6 +236,19 @@ class Eagle3Head(LlamaHead):
             self._layer(ctx, number, None, LayerNorms()) for number in range(1, config.num_layers)
         )
         self.norm = RMSNorm(ctx, "model.norm", size, eps)
+        wide = wide or size
+        masks = layout.mask_token_id is not None
+        self.mask = MaskState(ctx, *self._shapes.get("mask_hidden", (1, wide))) if masks else None
+
+    def mask_state(self) -> torch.Tensor:
+        """[1, hidden_size]: what `forward` reads at a position whose token is not known, with `mask_token_id`."""
+        assert self.mask is not None, "the head is for parallel drafts"
+        states = self.mask.weight.view(1, -1)
+        return self.combine(states, states)
+
+    def ignores(self, name: str) -> bool:
+        """As in CausalLM. A head for parallel drafts may also draft one token after the other."""
+        return super().ignores(name) or (self.mask is None and name == "mask_hidden")
 
     def combine(self, hidden: torch.Tensor, layer_states: torch.Tensor | None) -> torch.Tensor:
         """As in DraftHead."""
@@ -265,12 +295,12 @@ def _options(config: ModelConfig) -> LlamaOptions:
     )
 
 
-def _tensor_names(folder: Path) -> set[str]:
-    """The tensors of a checkpoint; none where it has no weights, as with load_format='dummy'."""
+def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a checkpoint's tensors; none where it has no weights, as with load_format='dummy'."""
     try:
-        return set(read_checkpoint(folder))
+        return {name: tuple(entry.shape) for name, entry in read_checkpoint(folder).items()}
     except ModelError:
-        return set()  # loading will say why, if weights are read
+        return {}  # loading will say why, if weights are read
 
 
 def _equal(own: object, theirs: object) -> bool:

@@ -100,6 +100,9 @@ def read_layout(config: HFConfig, target: ModelConfig) -> HeadLayout:
             f"{config.source}: the head is for a vocabulary of {vocab_size} tokens and predicts {draft_size} of them, "
             f"but {target.model} has {target.vocab_size} tokens. Use a head that was trained for this model."
         )
+    mask = _mask_token(settings)
+    if mask is not None and not 0 <= mask < vocab_size:
+        raise ModelError(f"{config.source}: the mask token {mask} is none of the {vocab_size} tokens.")
     return HeadLayout(
         layers,
         target_size,
@@ -108,7 +111,7 @@ def read_layout(config: HFConfig, target: ModelConfig) -> HeadLayout:
         bool(settings.get("norm_before_fc", False)),
         bool(settings.get("fc_norm", False)),
         bool(settings.get("norm_output", False)),
-        _mask_token(settings),
+        mask,
     )
 
 

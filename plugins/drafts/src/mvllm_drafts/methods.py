@@ -20,6 +20,7 @@ from mvllm_drafts.eagle_config import overrides, read_layout
 _TREE_DEPTH, _CACHED_REQUESTS = 24, 10_000
 _CACHED_TOKENS = 1 << 20
 _PREFIX = "suffix_decoding_"
+_ONE_BY_ONE = "mvllm.extension_api.draft_heads:HeadProposer"
 
 
 class SuffixMethod(DraftMethod):
@@ -67,7 +68,7 @@ class EagleMethod(DraftMethod):
             settings.method,
             settings.num_speculative_tokens(3),
             model=draft,
-            proposer="mvllm.extension_api.draft_heads:HeadProposer",
+            proposer=_ONE_BY_ONE,
             model_class="mvllm_drafts.eagle:EagleHead",
             reads_hidden=True,
         )
@@ -77,17 +78,25 @@ class Eagle3Method(DraftMethod):
     """EAGLE-3."""
 
     name: ClassVar = "eagle3"
-    keys: ClassVar = ("model", "revision", "quantization")
+    keys: ClassVar = ("model", "revision", "quantization", "parallel_drafting")
     summary: ClassVar = "drafts with a head that reads hidden states of three layers of the model"
 
     def read(self, settings: DraftSettings) -> SpeculativeConfig:
         config = head_config(settings)
         layout = read_layout(config, settings.target)
+        is_parallel = settings.flag("parallel_drafting", layout.mask_token_id is not None)
+        if is_parallel and layout.mask_token_id is None:
+            raise ConfigError(
+                f"speculative_config: parallel_drafting is true, but {config.source} has no mask token (ptd_token_id, "
+                "pard_token or mask_token_id): the head drafts one token after the other. Leave parallel_drafting out."
+            )
+        if not is_parallel:
+            layout = replace(layout, mask_token_id=None)
         return SpeculativeConfig(
             settings.method,
             settings.num_speculative_tokens(3),
             model=build_head(settings, overrides(config, layout)),
-            proposer="mvllm.extension_api.draft_heads:HeadProposer",
+            proposer="mvllm_drafts.parallel_proposer:ParallelProposer" if is_parallel else _ONE_BY_ONE,
             model_class="mvllm_drafts.eagle:Eagle3Head",
             reads_hidden=not layout.layers,
             reads_layers=layout.layers,

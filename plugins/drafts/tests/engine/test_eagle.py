@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mvllm import SamplingParams
 from mvllm.errors import ConfigError, ModelError
-from mvllm.extension_api.draft_heads import DraftStep, HeadProposer
+from mvllm.extension_api.draft_heads import DraftStep, HeadProposer, Proposer
+from mvllm_drafts.parallel_proposer import ParallelProposer
 from tests.engine.conftest import MakeLLM
 from tests.engine.test_async_scheduling import requests
 from tests.engine.test_speculative import GREEDY, THREADS, acceptance, check_close, draw, run, tokens
@@ -48,6 +49,8 @@ def write_eagle3(folder: Path, **config: Any) -> Path:
         tensors |= norm_tensors("input_norm", size=3 * SIZE)
     if config.get("fc_norm"):
         tensors |= norm_tensors(*(f"fc_norm.{i}" for i in range(len(layers))), seed=4)
+    if "ptd_token_id" in config:
+        tensors["mask_hidden"] = torch.randn(1, 1, 3 * SIZE, generator=torch.Generator().manual_seed(8))
     if config.pop("own_embedding", False):
         tensors["embed_tokens.weight"] = torch.randn(VOCAB_SIZE, SIZE, generator=torch.Generator().manual_seed(7))
     return write_head(folder, tensors, **config)
@@ -66,16 +69,21 @@ def write_eagle(folder: Path, *, bias: bool = False) -> Path:
 def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     """Known tokens and draft tokens of each row of each step."""
     found: list[tuple[list[int], list[int]]] = []
-    propose = HeadProposer.propose
 
-    def record(self: HeadProposer, step: DraftStep) -> list[list[int]]:
-        history = self.context.rows.history
-        known = [history.token_ids[row, : history.num_tokens[row]].tolist() for row in step.rows]
-        drafts = propose(self, step)
-        found.extend(zip(known, drafts, strict=True))
-        return drafts
+    def keep(kind: type[Proposer]) -> None:
+        propose = kind.propose
 
-    monkeypatch.setattr(HeadProposer, "propose", record)
+        def record(self: Proposer, step: DraftStep) -> list[list[int]]:
+            history = self.context.rows.history
+            known = [history.token_ids[row, : history.num_tokens[row]].tolist() for row in step.rows]
+            drafts = propose(self, step)
+            found.extend(zip(known, drafts, strict=True))
+            return drafts
+
+        monkeypatch.setattr(kind, "propose", record)
+
+    keep(HeadProposer)
+    keep(ParallelProposer)
     return found
 
 
@@ -99,9 +107,10 @@ def states_of(folder: Path, token_ids: list[int], layers: list[int]) -> torch.Te
         {"num_hidden_layers": 2, "norm_before_residual": True, "own_embedding": True},
         {"norm_before_fc": True, "norm_output": True},
         {"eagle_aux_hidden_state_layer_ids": [1, 2], "fc_norm": True},
+        {"num_hidden_layers": 2, "ptd_token_id": 317},
         None,
     ],
-    ids=["eagle3", "two layers", "normalised", "two states", "eagle"],
+    ids=["eagle3", "two layers", "normalised", "two states", "parallel", "eagle"],
 )
 def test_drafts_are_those_of_the_published_head(
     checkpoint: Path,
@@ -117,16 +126,18 @@ def test_drafts_are_those_of_the_published_head(
     rng = random.Random(1)
     prompts = [draw(rng, length) for length in (5, 21)]
     params = SamplingParams(max_tokens=12, **GREEDY)
-    expected = tokens(run(make_llm(), prompts, params))
+    outputs = tokens(run(make_llm(), prompts, params))
     llm = make_llm(speculative_config=head_settings(folder), max_num_batched_tokens=16)  # chunks of prompts
     assert llm.llm_engine.config.speculative.method == ("eagle" if settings is None else "eagle3")
-    assert tokens(run(llm, prompts, params)) == expected
+    assert tokens(run(llm, prompts, params)) == outputs
     reference = ReferenceHead(folder, load_file(checkpoint / "model.safetensors"))
     assert len(proposals) > 12
     for known, drafts in proposals:
         states = states_of(checkpoint, known, layers)
         fused = states if settings is None else reference.fuse(states)
-        assert drafts == reference.drafts(known, fused, K)[: len(drafts)] and drafts
+        is_parallel = settings is not None and "ptd_token_id" in settings
+        expected = (reference.parallel_drafts if is_parallel else reference.drafts)(known, fused, K)
+        assert drafts == expected[: len(drafts)] and drafts
 
 
 def change_nothing(checkpoint: Path, folder: Path) -> Path:
@@ -185,12 +196,15 @@ def test_every_draft_of_a_head_that_agrees_is_accepted(
     assert stats is not None
 
 
-def test_every_request_gives_the_outputs_without_speculation(make_llm: MakeLLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [False, True])
+def test_every_request_gives_the_outputs_without_speculation(make_llm: MakeLLM, tmp_path: Path, parallel: bool) -> None:
     """With preemption, chunks of prompts, every kind of setting, and a second time with prefixes in the cache."""
     prompts, params = (each[:9] for each in requests(seed=8))
     expected = make_llm().generate(prompts, params, use_tqdm=False)
     settings: dict[str, Any] = {"max_num_batched_tokens": 33}
-    settings["speculative_config"] = head_settings(write_eagle3(tmp_path / "head"))
+    settings["speculative_config"] = head_settings(
+        write_eagle3(tmp_path / "head", **({"ptd_token_id": 317} if parallel else {}))
+    )
     settings["kv_cache_memory_bytes"] = bytes_of_blocks(make_llm(**settings), 12)
     llm = make_llm(**settings)
     for _ in range(2):
@@ -237,6 +251,8 @@ def test_what_cannot_be_combined_is_refused_before_the_start(make_llm: MakeLLM, 
         make_llm(pipeline_parallel_size=2, speculative_config=settings)
     with pytest.raises(ConfigError, match=r"reads hidden states between layers.* it runs through transformers"):
         make_llm(model_impl="transformers", speculative_config=settings)
+    with pytest.raises(ConfigError, match=r"parallel_drafting is true, but .* has no mask token"):
+        make_llm(speculative_config={**settings, "parallel_drafting": True})
     with pytest.raises(ConfigError, match="the method 'eagle3' needs the head's checkpoint"):
         make_llm(speculative_config={"method": "eagle3"})
     (tmp_path / "head" / "model.safetensors").unlink()
