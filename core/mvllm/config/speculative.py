@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from mvllm import plugin_groups
 from mvllm.config.draft_method import BuildModel, DraftMethod, DraftSettings, ReadConfig, SpeculativeConfig
 from mvllm.config.model import ModelConfig
+from mvllm.config.tokenizer_vocabulary import first_difference
 from mvllm.errors import ConfigError
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model"
@@ -65,6 +66,13 @@ class DraftModelMethod(DraftMethod):
             raise ConfigError(
                 f"speculative_config: the draft model's vocabulary has {draft.vocab_size} tokens, the model's "
                 f"{target.vocab_size}. Both must have the same tokenizer."
+            )
+        if (difference := first_difference(draft.path, target.path)) is not None:
+            id_, token, theirs = difference
+            raise ConfigError(
+                f"speculative_config: {draft.model} has another tokenizer than {target.model}: the token {id_} is "
+                f"{token!r:.60} there, and {theirs!r:.60} here. Choose a draft model of the same family, or a method "
+                "without one."
             )
         return SpeculativeConfig(
             DRAFT_MODEL,
