@@ -32,6 +32,7 @@ from tests.engine.test_async_scheduling import requests
 from tests.engine.test_speculative import GREEDY, THREADS, acceptance, check_close, draw, run, tokens
 from tests.helpers.model_zoo import VOCAB_SIZE, make_checkpoint
 from tests.helpers.parity import bytes_of_blocks
+from tests.helpers.plugins import example_platform_path, prepend
 
 K = 3
 
@@ -224,6 +225,20 @@ def test_two_tensor_parallel_ranks_draft_what_one_does(make_llm: MakeLLM, tmp_pa
             distributed_executor_backend=THREADS if size > 1 else None,
             speculative_config=head_settings(folder),
         )
+        found.append((tokens(run(llm, prompts, params)), acceptance(llm)))
+    assert found[0] == found[1] and found[0][1][0] > 0
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_device_that_copies_asynchronously_drafts_what_the_host_does(
+    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: bool
+) -> None:
+    prepend(monkeypatch, example_platform_path(tmp_path / "plugins"))
+    folder = write_eagle3(tmp_path / "head", **({"ptd_token_id": 317} if parallel else {}))
+    prompts, params = [draw(random.Random(4), n) for n in (5, 30)], SamplingParams(max_tokens=12, **GREEDY)
+    found = []
+    for platform in ("cpu", "example"):
+        llm = make_llm(platform=platform, speculative_config=head_settings(folder))
         found.append((tokens(run(llm, prompts, params)), acceptance(llm)))
     assert found[0] == found[1] and found[0][1][0] > 0
 

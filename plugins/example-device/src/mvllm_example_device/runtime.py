@@ -62,6 +62,26 @@ class PendingCopy(Strict):
         return tensor
 
 
+class LentBuffersEvent(Strict):
+    """A point in the order of work, until which copies to the device are done when the host has waited for it."""
+
+    def __init__(self, runtime: ExampleRuntime) -> None:
+        self._runtime, self._num_lent = runtime, 0
+
+    def record(self) -> None:
+        """Records the point."""
+        self._runtime.check()
+        self._num_lent = self._runtime.num_lent
+
+    def wait(self) -> None:
+        """Does nothing: there is one stream."""
+
+    def synchronize(self) -> None:
+        """Waits for the point."""
+        self._runtime.check()
+        self._runtime.finish_lent_buffers(self._num_lent)
+
+
 class ExampleRuntime(Strict, api.DeviceRuntime):
     """Runtime of the device `local_rank`. Public methods outside of the contract are for this package.
 
@@ -86,6 +106,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
         self._settings, self._faults = settings, faults
         self._process, self._thread = os.getpid(), None if ctx.in_engine_process else threading.get_ident()
         self._lent: list[tuple[torch.Tensor, bytes]] = []
+        self.num_lent = 0  # ever
         self._batch: api.BatchLayout | None = None
         self._compiled: set[Hashable] = set()
         self._warm = False
@@ -127,6 +148,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
         if host.device.type != "cpu":
             raise api.ContractError(f"to_device takes a tensor of the host, not of {host.device}.")
         self._lent.append((host, _bytes_of(host)))
+        self.num_lent += 1
         return host.to(self.device)
 
     def to_host(self, tensor: torch.Tensor) -> api.HostCopy:
@@ -135,6 +157,10 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
             raise api.ContractError(f"to_host takes a tensor of {self.device}, not of {tensor.device}.")
         source = tensor.detach().clone()  # later work may overwrite what was submitted before this copy
         return PendingCopy(self, self._copier.submit(source.cpu))
+
+    def event(self) -> LentBuffersEvent:
+        self.check()
+        return LentBuffersEvent(self)
 
     def seed(self, seed: int) -> None:
         self.check()
@@ -195,12 +221,17 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
             raise api.PlatformError(f"A step after the warm-up needed a compilation: {shape} is a new shape.")
         self._compiled.add(shape)
 
-    def finish_lent_buffers(self) -> None:
-        """Marks earlier copies to the device as done, after checking that their sources have not changed."""
-        for host, content in self._lent:
+    def finish_lent_buffers(self, until: int | None = None) -> None:
+        """Marks earlier copies to the device as done, after checking that their sources have not changed.
+
+        Args:
+            until: Only the first so many copies since the start; None for all.
+        """
+        num_done = len(self._lent) if until is None else max(0, until - (self.num_lent - len(self._lent)))
+        for host, content in self._lent[:num_done]:
             if _bytes_of(host) != content:
                 raise api.ContractError("A host tensor was changed before the copy of it to the device was done.")
-        self._lent.clear()
+        del self._lent[:num_done]
 
     def _end_step(self) -> None:
         torch.ops.mvllm_example_device.open(self._settings.devices, self._settings.memory)  # ends the fault `oom`
