@@ -214,7 +214,7 @@ def test_every_request_gives_the_outputs_without_speculation(make_llm: MakeLLM, 
     assert stats is not None and stats.num_preemptions > 0 and acceptance(llm)[0] > 0
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.exhaustive), "eagle3"])
 def test_two_tensor_parallel_ranks_draft_what_one_does(make_llm: MakeLLM, tmp_path: Path, kind: str) -> None:
     folder = write_eagle3(tmp_path / "head") if kind == "eagle3" else write_eagle(tmp_path / "head")
     prompts, params = [draw(random.Random(4), 30)], SamplingParams(max_tokens=20, **GREEDY)
@@ -229,7 +229,7 @@ def test_two_tensor_parallel_ranks_draft_what_one_does(make_llm: MakeLLM, tmp_pa
     assert found[0] == found[1] and found[0][1][0] > 0
 
 
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("parallel", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_device_that_copies_asynchronously_drafts_what_the_host_does(
     make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: bool
 ) -> None:
@@ -293,7 +293,11 @@ def test_a_speculator_has_the_layers_config_inside(make_llm: MakeLLM, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "name", ["opt-projected", "gpt2", "falcon", "mamba2", "gemma4", "falconh1", "deepseek2", "olmohybrid"]
+    "name",
+    [
+        *("opt-projected", "gpt2", "mamba2", "gemma4"),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("falcon", "falconh1", "deepseek2", "olmohybrid")),
+    ],
 )
 def test_states_between_layers_are_those_of_transformers(
     make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
