@@ -64,6 +64,7 @@ PARTS = tuple(
         "bench",
         "compat",
         "conformance",
+        "drafts",
         "gguf",
         "graph",
         "image-generation",

@@ -13,8 +13,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError
 
@@ -23,8 +24,27 @@ MAX_SPECULATIVE_TOKENS = 64
 COMMON_KEYS = ("method", "num_speculative_tokens", "adaptive")
 """Keys of `speculative_config` that every method has."""
 
-BuildModel = Callable[[str, str | None, str | None], ModelConfig]
-"""Builds the config of a model from its folder or name, its revision and its quantization."""
+ReadConfig = Callable[[str, str | None], HFConfig]
+"""Reads `config.json` of a model, as it is, from its folder or name and its revision."""
+
+
+class BuildModel(Protocol):
+    """Builds the config of a model."""
+
+    def __call__(
+        self,
+        name: str,
+        revision: str | None,
+        quantization: str | None,
+        hf_overrides: Mapping[str, Any] | None = None,
+    ) -> ModelConfig:
+        """Builds the config.
+
+        Args:
+            name: Its folder or name.
+            revision, quantization: As in ModelConfig.
+            hf_overrides: Keys to replace in its `config.json`.
+        """
 
 
 @dataclass(frozen=True)
@@ -73,12 +93,14 @@ class DraftSettings:
         values: All settings.
         target: The served model.
         build_model: Builds the config of a draft model.
+        read_config: Reads the `config.json` of a draft model.
     """
 
     method: str
     values: Mapping[str, Any]
     target: ModelConfig
     build_model: BuildModel
+    read_config: ReadConfig
 
     def integer(self, name: str, default: int, least: int, most: int) -> int:
         """The value of a key.
@@ -91,6 +113,30 @@ class DraftSettings:
             raise ConfigError(
                 f"speculative_config: {name} must be an integer from {least} to {most}, found {value!r:.40}."
             )
+        return value
+
+    def number(self, name: str, default: float, least: float, most: float) -> float:
+        """The value of a key.
+
+        Raises:
+            ConfigError: It is no number between the bounds.
+        """
+        value = self.values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise ConfigError(
+                f"speculative_config: {name} must be a number from {least:g} to {most:g}, found {value!r:.40}."
+            )
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """The value of a key.
+
+        Raises:
+            ConfigError: It is neither true nor false.
+        """
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"speculative_config: {name} must be true or false, found {value!r:.40}.")
         return value
 
     def text(self, name: str) -> str | None:
@@ -120,11 +166,16 @@ class DraftSettings:
 class DraftMethod(ABC):
     """One method. Created without arguments whenever it is needed, so it keeps no state. Its module needs no torch.
 
+    Its entry point has the name of the method. Where the method drafts with a model, another entry point may have the
+    name of an architecture: a `model` whose config.json has it is drafted with by this method if none is named.
+
     Attributes:
+        name: The method's name, where an entry point has that of an architecture.
         keys: Its keys of `speculative_config` besides COMMON_KEYS.
         summary: What it proposes, for messages: a phrase that follows "which".
     """
 
+    name: ClassVar[str] = ""
     keys: ClassVar[tuple[str, ...]] = ()
     summary: ClassVar[str]
 

@@ -21,6 +21,7 @@ from mvllm.config.engine_config_builder import build_engine_config
 from mvllm.config.engine_settings import EngineSettings
 from mvllm.config.foreign_keywords import engine_keywords, find_foreign
 from mvllm.config.generation_config import find_generation_folder
+from mvllm.config.hf_config import HFConfig
 from mvllm.config.hub import find_model, find_tokenizer
 from mvllm.config.keyword_arguments import accepts_every_name, class_path
 from mvllm.config.model import ModelConfig
@@ -130,15 +131,7 @@ class EngineArgs(EngineSettings):
             ConfigError, ModelError: As `create_engine_config`.
         """
         self.validate()
-        folder = find_model(
-            self.model,
-            revision=self.revision,
-            token=self.hf_token,
-            trust_remote_code=self.trust_remote_code,
-            with_weights=self.load_format != "dummy",
-            with_tokenizer=self._has_models_tokenizer(),
-            load_format=self.load_format,
-        )
+        folder = self._model_folder()
         return build_model_config(
             model=self.model,
             folder=folder,
@@ -157,13 +150,24 @@ class EngineArgs(EngineSettings):
             pooler_config=self.pooler_config,
         )
 
+    def _model_folder(self) -> Path:
+        return find_model(
+            self.model,
+            revision=self.revision,
+            token=self.hf_token,
+            trust_remote_code=self.trust_remote_code,
+            with_weights=self.load_format != "dummy",
+            with_tokenizer=self._has_models_tokenizer(),
+            load_format=self.load_format,
+        )
+
     def _speculative_config(self, target: ModelConfig) -> SpeculativeConfig | None:
-        def build(name: str, revision: str | None, quantization: str | None) -> ModelConfig:
-            other = dataclasses.replace(
+        def other(name: str, revision: str | None) -> EngineArgs:
+            return dataclasses.replace(
                 self,
                 model=name,
                 revision=revision,
-                quantization=quantization,
+                quantization=None,
                 skip_tokenizer_init=True,
                 max_model_len=None,
                 hf_overrides=None,
@@ -172,9 +176,18 @@ class EngineArgs(EngineSettings):
                 speculative_config=None,
                 load_format="dummy" if self.load_format == "dummy" else "auto",  # the draft may have the other form
             )
-            return other.create_model_config()
 
-        return read_speculative_config(self.speculative_config, build, target)
+        def build(
+            name: str, revision: str | None, quantization: str | None, hf_overrides: Mapping[str, Any] | None = None
+        ) -> ModelConfig:
+            overrides = None if hf_overrides is None else dict(hf_overrides)
+            changed = dataclasses.replace(other(name, revision), quantization=quantization, hf_overrides=overrides)
+            return changed.create_model_config()
+
+        def read(name: str, revision: str | None) -> HFConfig:
+            return HFConfig.load(other(name, revision)._model_folder())
+
+        return read_speculative_config(self.speculative_config, build, read, target)
 
     def _has_models_tokenizer(self) -> bool:
         if self.skip_tokenizer_init:

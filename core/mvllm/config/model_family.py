@@ -98,6 +98,7 @@ class Architecture:
             `ForSequenceClassification`.
         gives_token_vectors: Its output is a vector for each token, for late interaction. config.json may have that of
             the language model as `vlm_config`.
+        keeps_layers: A step may keep the residual stream before a layer, see `CausalLM.keeps_layers`.
         may_be_text: There are checkpoints without encoders, which are run as their language model.
         tool_parser, reasoning_parser: Names of the parsers for the model's text, used where its chat template shows no
             known format and no setting names one. None for no parser.
@@ -113,6 +114,7 @@ class Architecture:
     is_headless: bool = False
     gives_token_vectors: bool = False
     may_be_text: bool = False
+    keeps_layers: bool = True
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     mtp: MTPHeads | None = None

@@ -22,10 +22,12 @@ from mvllm.config.draft_method import (
     BuildModel,
     DraftMethod,
     DraftSettings,
+    ReadConfig,
     SpeculativeConfig,
 )
 from mvllm.config.model import ModelConfig
 from mvllm.config.mtp import MTP, default_speculative_config, mtp_heads
+from mvllm.config.tokenizer_vocabulary import first_difference
 from mvllm.errors import ConfigError
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model"
@@ -77,6 +79,13 @@ class DraftModelMethod(DraftMethod):
                 f"speculative_config: the draft model's vocabulary has {draft.vocab_size} tokens, the model's "
                 f"{target.vocab_size}. Both must have the same tokenizer."
             )
+        if (difference := first_difference(draft.path, target.path)) is not None:
+            id_, token, theirs = difference
+            raise ConfigError(
+                f"speculative_config: {draft.model} has another tokenizer than {target.model}: the token {id_} is "
+                f"{token!r:.60} there, and {theirs!r:.60} here. Choose a draft model of the same family, or a method "
+                "without one."
+            )
         return SpeculativeConfig(
             DRAFT_MODEL,
             count,
@@ -108,13 +117,14 @@ _METHODS: Mapping[str, type[DraftMethod]] = {NGRAM: NgramMethod, DRAFT_MODEL: Dr
 
 
 def read_speculative_config(
-    settings: Mapping[str, Any] | None, build_model: BuildModel, target: ModelConfig
+    settings: Mapping[str, Any] | None, build_model: BuildModel, read_config: ReadConfig, target: ModelConfig
 ) -> SpeculativeConfig | None:
     """Checks the settings and reads the draft model's config, if there is one.
 
     Args:
         settings: The JSON object; None for the default.
-        build_model: Builds the config of a draft model from its folder or name, its revision and its quantization.
+        build_model: Builds the config of a draft model.
+        read_config: Reads the `config.json` of a draft model.
         target: The target model.
 
     Returns:
@@ -137,8 +147,9 @@ def read_speculative_config(
         raise ConfigError("speculative_config is set, but the model generates no tokens. Leave it out.")
     if settings.get("model") in _NGRAM_MODELS:  # vLLM's earlier name of the method
         settings = {"method": NGRAM} | {key: value for key, value in settings.items() if key != "model"}
-    name = settings.get("method", DRAFT_MODEL if "model" in settings else NGRAM)
+    name = settings["method"] if "method" in settings else _default_method(settings, read_config)
     method = _find(name)
+    name = method.name or name
     allowed = (*COMMON_KEYS, *method.keys)
     if unknown := [key for key in settings if key not in allowed]:
         raise ConfigError(
@@ -148,7 +159,22 @@ def read_speculative_config(
     adaptive = settings.get("adaptive", True)
     if not isinstance(adaptive, bool):
         raise ConfigError(f"speculative_config: adaptive must be true or false, found {adaptive!r:.40}.")
-    return replace(method.read(DraftSettings(name, settings, target, build_model)), adaptive=adaptive)
+    return replace(method.read(DraftSettings(name, settings, target, build_model, read_config)), adaptive=adaptive)
+
+
+def _default_method(settings: Mapping[str, Any], read_config: ReadConfig) -> str:
+    """The method that is meant where none is named: that of the architecture of the model, or else a draft model."""
+    model, revision = settings.get("model"), settings.get("revision")
+    if "model" not in settings:
+        return NGRAM
+    if isinstance(model, str) and (revision is None or isinstance(revision, str)):
+        of_architectures = [name for name in plugin_groups.allowed_names(plugin_groups.PROPOSERS) if not name.islower()]
+        if of_architectures:
+            listed = read_config(model, revision).get("architectures")
+            for name in listed if isinstance(listed, list) else ():
+                if name in of_architectures:
+                    return str(name)
+    return DRAFT_MODEL
 
 
 def _find(name: object) -> DraftMethod:
@@ -163,7 +189,7 @@ def _find(name: object) -> DraftMethod:
     source = plugin_groups.find(group, name) if isinstance(name, str) else None
     if source is not None:
         return plugin_groups.load_class(group, source, DraftMethod, "proposers.DraftMethod")()
-    others = plugin_groups.allowed_names(group)
+    others = tuple(other for other in plugin_groups.allowed_names(group) if other.islower())
     if name in _UNSUPPORTED_HEADS:
         reason = "is not supported: it drafts with heads that are trained for the model, which are not loaded."
     else:

@@ -9,6 +9,7 @@ from mvllm.worker.spec_decode.head_proposer import HeadProposer as HeadProposer
 from mvllm.worker.spec_decode.proposer import DraftStep as DraftStep
 from mvllm.worker.spec_decode.proposer import Proposer as Proposer
 from mvllm.worker.spec_decode.proposer import ProposerContext as ProposerContext
+from mvllm.worker.step_inputs import ragged_ranges as ragged_ranges
 
 __all__ = [
     "DraftHead",
@@ -20,4 +21,5 @@ __all__ = [
     "Proposer",
     "ProposerContext",
     "TokenHistory",
+    "ragged_ranges",
 ]

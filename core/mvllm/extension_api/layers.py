@@ -9,5 +9,7 @@ from mvllm.layers.context import ShardIndex as ShardIndex
 from mvllm.layers.linear import HeadShard as HeadShard
 from mvllm.layers.linear import Linear as Linear
 from mvllm.layers.linear import shard_slice as shard_slice
+from mvllm.layers.rotary import CosSinRows as CosSinRows
+from mvllm.layers.weight_target import whole_tensor_target as whole_tensor_target
 
-__all__ = ["GroupCoordinator", "HeadShard", "Linear", "ShardIndex", "shard_slice"]
+__all__ = ["CosSinRows", "GroupCoordinator", "HeadShard", "Linear", "ShardIndex", "shard_slice", "whole_tensor_target"]

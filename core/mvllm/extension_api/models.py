@@ -2,7 +2,11 @@
 
 from mvllm.layers.activation import activation as activation
 from mvllm.layers.quantization.registry import quantization_method as quantization_method
+from mvllm.models.llama import LayerNorms as LayerNorms
+from mvllm.models.llama import LlamaAttention as LlamaAttention
 from mvllm.models.llama import LlamaForCausalLM as LlamaForCausalLM
+from mvllm.models.llama import LlamaLayer as LlamaLayer
+from mvllm.models.llama import LlamaOptions as LlamaOptions
 from mvllm.models.registry import resolve_model_class as resolve_model_class
 from mvllm.models.weight_loader import load_weights as load_weights
 from mvllm.models.weight_update import ModelWeightUpdate as ModelWeightUpdate
@@ -15,7 +19,11 @@ from mvllm.ops.dtypes import torch_dtype as torch_dtype
 from mvllm.ops.registry import OpTable as OpTable
 
 __all__ = [
+    "LayerNorms",
+    "LlamaAttention",
     "LlamaForCausalLM",
+    "LlamaLayer",
+    "LlamaOptions",
     "ModelWeightUpdate",
     "OpTable",
     "SCHEMAS",

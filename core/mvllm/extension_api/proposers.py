@@ -7,8 +7,19 @@ workers import: so `mvllm.extension_api.draft_heads` has what needs torch.
 from mvllm.config.draft_method import BuildModel as BuildModel
 from mvllm.config.draft_method import DraftMethod as DraftMethod
 from mvllm.config.draft_method import DraftSettings as DraftSettings
+from mvllm.config.draft_method import ReadConfig as ReadConfig
 from mvllm.config.draft_method import SpeculativeConfig as SpeculativeConfig
+from mvllm.config.hf_config import HFConfig as HFConfig
 from mvllm.config.model import ModelConfig as ModelConfig
 from mvllm.errors import ConfigError as ConfigError
 
-__all__ = ["BuildModel", "ConfigError", "DraftMethod", "DraftSettings", "ModelConfig", "SpeculativeConfig"]
+__all__ = [
+    "BuildModel",
+    "ConfigError",
+    "DraftMethod",
+    "DraftSettings",
+    "HFConfig",
+    "ModelConfig",
+    "ReadConfig",
+    "SpeculativeConfig",
+]

@@ -45,6 +45,10 @@ class RMSNorm(nn.Module):
         """[..., hidden_size], normalised."""
         return self._norm(x, self.weight, self.eps)
 
+    def summed_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        """The `x` that `add_norm` adds, summed over the ranks if `add_norm` does that; `x` itself stays as it is."""
+        return x if self._sums_over is None else self._sums_over.all_reduce(x.clone())
+
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds `x` to the residual stream (None: the stream is `x`); returns the normalised sum and the sum.
 

@@ -76,6 +76,7 @@ class FalconForCausalLM(CausalLM):
         ModelError: The checkpoint uses ALiBi.
     """
 
+    keeps_layers = True
     ties_embeddings_by_default = True
     layer_names = re.compile(r"transformer\.h\.(\d+)\.")
     first_stage_names = ("transformer.word_embeddings.",)
@@ -107,7 +108,9 @@ class FalconForCausalLM(CausalLM):
         x = intermediate if self.word_embeddings is None else self.merge_items(self.word_embeddings(input_ids), step)
         assert x is not None, "every pipeline stage but the first needs `intermediate`"
         cos_sin = self.rotary.angles(positions, step.prompt_lens)
-        for layer in self.layers:
+        for number, layer in zip(self._layer_numbers(), self.layers, strict=True):
+            if number in step.kept_layers:
+                step.kept_states.append(x)
             x = layer(x, cos_sin, step)
         return x if self.norm is None else self.norm(x)
 

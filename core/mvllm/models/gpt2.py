@@ -69,6 +69,7 @@ class GPT2Layer(nn.Module):
 class GPT2LMHeadModel(CausalLM):
     """`GPT2LMHeadModel` of Hugging Face checkpoints."""
 
+    keeps_layers = True
     ties_embeddings_by_default = True
     layer_names = re.compile(r"transformer\.h\.(\d+)\.")
     first_stage_names = ("transformer.wte.", "transformer.wpe.")
@@ -96,6 +97,8 @@ class GPT2LMHeadModel(CausalLM):
         if self.wte is not None and self.wpe is not None:
             x = self.merge_items(self.wte(input_ids), step) + self.wpe(positions)
         assert x is not None, "every pipeline stage but the first needs `intermediate`"
-        for layer in self.layers:
+        for number, layer in zip(self._layer_numbers(), self.layers, strict=True):
+            if number in step.kept_layers:
+                step.kept_states.append(x)
             x = layer(x, step)
         return x if self.norm is None else self.norm(x)

@@ -99,7 +99,11 @@ class LlamaOptions:
 
 
 class LlamaAttention(nn.Module):
-    """Self-attention with rotary position embedding."""
+    """Self-attention with rotary position embedding.
+
+    Args:
+        input_size: Size of the input, if it is not `hidden_size`.
+    """
 
     def __init__(
         self,
@@ -108,6 +112,7 @@ class LlamaAttention(nn.Module):
         options: LlamaOptions,
         rotary: RotaryEmbedding,
         layer: int,
+        input_size: int | None = None,
     ) -> None:
         super().__init__()
         name = f"model.layers.{layer}.self_attn"
@@ -116,7 +121,7 @@ class LlamaAttention(nn.Module):
         self.qkv = QKVLinear(
             ctx,
             (f"{name}.qkv_proj",) if options.fused_qkv else separate,
-            hidden_size,
+            input_size or hidden_size,
             config.num_heads,
             config.num_kv_heads,
             head_size,
@@ -159,7 +164,7 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
-        """[T, hidden_size] to [T, hidden_size]."""
+        """[T, input_size] to [T, hidden_size]."""
         query, key, value = self.qkv.split(x)
         if angles.query_scale is not None:
             query = query * angles.query_scale
@@ -326,7 +331,7 @@ class LlamaForCausalLM(CausalLM):
         residual = None
         for number, layer in zip(self._layer_numbers(), self.layers, strict=True):
             if number in step.kept_layers:
-                step.kept_states.append(x if residual is None else x + residual)
+                step.kept_states.append(_stream_before(layer, x, residual))
             x, residual = layer(x, residual, angles[self._rotary_of(number)], step)
             if step.item_embeds is not None:
                 residual = self.add_behind_layer(number, residual, step)
@@ -363,6 +368,14 @@ class LlamaForCausalLM(CausalLM):
 def norm_eps(config: ModelConfig, options: LlamaOptions) -> float:
     """Epsilon of the family's norms."""
     return config.hf_config.positive_number("rms_norm_eps", 1e-6) if options.eps is None else options.eps
+
+
+def _stream_before(layer: nn.Module, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """A copy of the residual stream before a layer, whose arguments may be overwritten and may be sums of one rank."""
+    if residual is None:
+        return x.clone()
+    norm = getattr(layer, "input_norm", None)
+    return residual + (norm.summed_over_ranks(x) if isinstance(norm, RMSNorm) else x)
 
 
 def _add_norm(norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

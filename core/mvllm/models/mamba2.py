@@ -45,6 +45,7 @@ class Mamba2ForCausalLM(CausalLM):
         root: The module that holds the embeddings, layers and last norm.
     """
 
+    keeps_layers = True
     root: ClassVar[str] = "backbone"
     layer_names = re.compile(r"backbone\.layers\.(\d+)\.")
     first_stage_names = ("backbone.embeddings.",)
@@ -82,7 +83,9 @@ class Mamba2ForCausalLM(CausalLM):
         x = intermediate if self.embeddings is None else self.merge_items(self.embeddings(input_ids), step)
         assert x is not None, "every pipeline stage but the first needs `intermediate`"
         residual = None
-        for layer in self.layers:
+        for number, layer in zip(self._layer_numbers(), self.layers, strict=True):
+            if number in step.kept_layers:
+                step.kept_states.append(x.clone() if residual is None else residual + x)
             x, residual = layer(x, residual, step)
         if self.norm is None:
             return x if residual is None else residual + x

@@ -71,6 +71,7 @@ class OPTLayer(nn.Module):
 class OPTForCausalLM(CausalLM):
     """`OPTForCausalLM` of Hugging Face checkpoints."""
 
+    keeps_layers = True
     ties_embeddings_by_default = True
     layer_names = re.compile(r"model\.decoder\.layers\.(\d+)\.")
     first_stage_names = ("model.decoder.embed_tokens.", "model.decoder.embed_positions.", "model.decoder.project_in.")
@@ -127,7 +128,9 @@ class OPTForCausalLM(CausalLM):
         intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = self._embed(input_ids, positions, step) if intermediate is None else intermediate
-        for layer in self.layers:
+        for number, layer in zip(self._layer_numbers(), self.layers, strict=True):
+            if number in step.kept_layers:
+                step.kept_states.append(x)
             x = layer(x, step)
         if self.final_norm is not None:
             x = self.final_norm(x)

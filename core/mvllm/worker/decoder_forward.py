@@ -121,7 +121,7 @@ class DecoderForward(StepForward):
         found = self._run(inputs, intermediate, adapters, items)
         if not self._kept_layers:
             return found
-        size = found.shape[1] // (1 + len(self._kept_layers))
+        size = found.shape[1] - len(self._kept_layers) * self.model.config.hidden_size
         self.layer_states = found[:, size:]
         return found[:, :size].contiguous()
 

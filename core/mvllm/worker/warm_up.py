@@ -74,7 +74,7 @@ def profile_step(
         profile_sampling(forward, make_sampler, forward.logits(hidden.index_select(0, indices), len(indices)))
     if (draft := forward.loader.draft) is not None:
         inputs.positions = inputs.positions.clamp(max=draft.config.max_model_len - 1)
-        draft.forward(forward.layers).run(inputs, hidden if draft.is_head else None)
+        draft.forward(forward.layers).run(inputs, draft.combine(hidden, forward.layer_states))
     forward.runtime.synchronize()
 
 

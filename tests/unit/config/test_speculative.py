@@ -166,3 +166,28 @@ def test_the_heads_of_both_models_are_checked_against_tensor_parallel_size(targe
     assert f"does not divide {odd}'s 1 attention heads" in message
     # The draft model runs whole on the last stage, so it may have fewer layers than there are stages.
     assert read(target, settings, pipeline_parallel_size=2) is not None
+
+
+def write_tokenizer(folder: Path, vocab: Any, *added: tuple[int, str]) -> None:
+    tokens = [{"id": id_, "content": content} for id_, content in added]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": tokens}))
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(target: Path, small: Path) -> None:
+    settings = {"model": str(small), "num_speculative_tokens": 3}
+    write_tokenizer(target, {"a": 0, "b": 1, "c": 2}, (3, "<end>"))
+    assert read(target, settings) is not None  # the draft model's is not known
+    write_tokenizer(small, {"b": 1, "a": 0, "c": 2, "d": 5}, (3, "<end>"), (4, "<pad>"))
+    assert read(target, settings) is not None  # more tokens
+    write_tokenizer(small, [["a", -1.0], ["b", -2.0], ["c", -2.5]])
+    assert read(target, settings) is not None  # another form of the same tokens
+    for vocab, added, difference in (
+        ({"a": 0, "c": 1, "b": 2}, (3, "<end>"), "the token 1 is 'c' there, and 'b' here"),
+        ({"a": 0, "b": 1, "c": 2}, (3, "<eos>"), "the token 3 is '<eos>' there, and '<end>' here"),
+        ([["b", 0.0]], (3, "<end>"), "the token 0 is 'b' there, and 'a' here"),
+    ):
+        write_tokenizer(small, vocab, added)
+        message = refusal(target, settings)
+        assert "has another tokenizer than" in message and difference in message
+    (small / "tokenizer.json").write_text("{")
+    assert read(target, settings) is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mvllm.config.engine_config import EngineConfig, replace_field
+from mvllm.config.families import find_architecture
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_implementations import implementation_name
 from mvllm.engine.core.kv_connectors import check_connectors
@@ -173,6 +174,28 @@ def _check_speculative(config: EngineConfig, capabilities: Capabilities, platfor
         )
     if (draft := config.speculative.model) is not None:
         _check_model(draft, capabilities, platform, f"The draft model {draft.model}")
+    _check_kept_layers(config)
+
+
+def _check_kept_layers(config: EngineConfig) -> None:
+    """Checks that the model keeps the hidden states which a method of speculative decoding reads."""
+    speculative, model = config.speculative, config.model
+    if speculative is None or not speculative.reads_layers:
+        return
+    reads = f"The method {speculative.method!r} of speculative_config reads hidden states between layers"
+    if (size := config.parallel.pipeline_parallel_size) > 1:
+        raise ConfigError(
+            f"{reads}, which are on other pipeline stages: pipeline_parallel_size is {size}. Set it to 1, or choose "
+            "another method."
+        )
+    if not runs_natively(model):
+        raise ConfigError(
+            f"{reads}, which the model does not give: it runs through {implementation_name(model.model_impl)}. Choose "
+            "another method."
+        )
+    found = find_architecture(model.architecture)
+    if found is not None and not found.keeps_layers:
+        raise ConfigError(f"{reads}, which {model.architecture} does not give. Choose another method.")
 
 
 def _check_kv_transfer(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:

@@ -147,6 +147,8 @@ class Gemma4ForCausalLM(TextPart):
         if self.per_layer is not None:
             inputs = self.per_layer(self._without_placeholders(input_ids, step), x)
         for number, layer in zip(self._layer_numbers(), self.layers, strict=True):
+            if number in step.kept_layers:
+                step.kept_states.append(x.clone())
             of_layer = None if inputs is None else inputs[:, number]
             x = layer(x, angles[self._rotary_of(number)], step, of_layer)
         return x if self.norm is None else self.norm(x)

@@ -40,6 +40,7 @@ FAMILY = ModelFamily(
             "mvllm.families.whisper.model:WhisperForConditionalGeneration",
             read_items=_read_items,
             items="mvllm.families.whisper.items:WhisperItems",
+            keeps_layers=False,
         )
     },
     model_types={"whisper": ModelType("WhisperForConditionalGeneration", read_config=_read_config)},

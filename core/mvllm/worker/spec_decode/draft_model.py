@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from mvllm.config.model import ModelConfig
 from mvllm.models.draft_head import DraftHead
 from mvllm.worker.decoder_forward import DecoderForward, StepForward
@@ -37,6 +39,10 @@ class DraftModel:
     def logits_model(self) -> LogitsModel:
         """What computes logits of its hidden states."""
         return self.model
+
+    def combine(self, hidden: torch.Tensor, layer_states: torch.Tensor | None) -> torch.Tensor | None:
+        """What its forward pass gets of a step of the served model, see DraftHead; None if it is no head."""
+        return self.model.combine(hidden, layer_states) if isinstance(self.model, DraftHead) else None
 
     def forward(self, layers: KVCacheLayers) -> StepForward:
         """Its forward pass.

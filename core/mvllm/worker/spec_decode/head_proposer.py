@@ -46,7 +46,7 @@ class HeadProposer(Proposer):
         room = np.minimum(self._rows.num_blocks[step.rows] * self._block_size, self._max_len) - lengths
         for i in range(step.num_tokens):
             if i:
-                going_on = room[at] >= i - 1
+                going_on = (room[at] >= i - 1) & (lengths[at] + i < self._max_len)
                 at, hidden = at[going_on], hidden[torch.from_numpy(going_on.nonzero()[0]).to(hidden.device)]
                 if not len(at):
                     break

@@ -97,21 +97,23 @@ class ProposerContext:
         self.forward.compile(forward)
         return forward
 
-    def make_inputs(self, *, token_offset: int = 0) -> StepInputBuilder:
+    def make_inputs(self, *, token_offset: int = 0, max_draft_tokens: int = 0) -> StepInputBuilder:
         """Builds inputs of steps of the draft model.
 
         Args:
             token_offset: The token at a position is that so many positions behind it.
+            max_draft_tokens: Most positions of a row behind the last known one.
         """
         scheduler, model = self.config.scheduler, self.own_draft.model
         return StepInputBuilder(
             self.rows,
             block_size=self.block_size,
-            max_tokens=scheduler.max_num_batched_tokens + scheduler.max_num_seqs,
+            max_tokens=scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (1 + max_draft_tokens),
             max_rows=scheduler.max_num_seqs,
             runtime=self.runtime,
             shapes=self.forward.shapes(),
             with_prompt_lens=model.uses_prompt_lens,
+            max_draft_tokens=max_draft_tokens,
             with_states=bool(model.state_layers()),
             is_causal=True,  # it sees placeholders instead of images, and its limit of tokens may be inside of one
             token_offset=token_offset,

@@ -57,9 +57,21 @@ class PendingCopy(Strict):
     def wait(self) -> torch.Tensor:
         """Waits for the copy and returns the host tensor."""
         self._runtime.check()
-        tensor = self._copy.result()
         self._runtime.finish_lent_buffers()
-        return tensor
+        return self._copy.result()
+
+
+class StepEvent(Strict, api.NullEvent):
+    """An event behind copies to the device: when the host has waited for it, they are done."""
+
+    def __init__(self, runtime: ExampleRuntime) -> None:
+        self._runtime, self._lent = runtime, list[tuple[torch.Tensor, bytes]]()
+
+    def record(self) -> None:
+        self._lent = self._runtime.lent.copy()
+
+    def synchronize(self) -> None:
+        self._runtime.finish_lent_buffers(self._lent)
 
 
 class ExampleRuntime(Strict, api.DeviceRuntime):
@@ -85,20 +97,18 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
         _load_library(settings)
         self._settings, self._faults = settings, faults
         self._process, self._thread = os.getpid(), None if ctx.in_engine_process else threading.get_ident()
-        self._lent: list[tuple[torch.Tensor, bytes]] = []
+        self.lent: list[tuple[torch.Tensor, bytes]] = []
         self._batch: api.BatchLayout | None = None
         self._compiled: set[Hashable] = set()
-        self._warm = False
+        self._warm, self._open = False, True
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="example-device-copies")
         self.device = torch.device("example", ctx.local_rank)
-        self._open = True
         _bound.append(self)
         self.seed(ctx.seed)
 
     # --- the contract
 
     def synchronize(self) -> None:
-        self.check()
         self._end_step()
 
     def memory(self) -> api.MemoryInfo:
@@ -126,7 +136,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
         self.check()
         if host.device.type != "cpu":
             raise api.ContractError(f"to_device takes a tensor of the host, not of {host.device}.")
-        self._lent.append((host, _bytes_of(host)))
+        self.lent.append((host, _bytes_of(host)))
         return host.to(self.device)
 
     def to_host(self, tensor: torch.Tensor) -> api.HostCopy:
@@ -136,12 +146,14 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
         source = tensor.detach().clone()  # later work may overwrite what was submitted before this copy
         return PendingCopy(self, self._copier.submit(source.cpu))
 
+    def event(self) -> StepEvent:
+        return StepEvent(self)
+
     def seed(self, seed: int) -> None:
         self.check()
         torch.manual_seed(seed)
 
     def step_mark(self) -> None:
-        self.check()
         self._end_step()
 
     def end_warm_up(self) -> None:
@@ -158,7 +170,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
         if self._open:
             self._open = False
             self._copier.shutdown()
-            self._lent.clear()
+            self.lent.clear()
             _bound.remove(self)
 
     # --- for the rest of this package
@@ -195,14 +207,16 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
             raise api.PlatformError(f"A step after the warm-up needed a compilation: {shape} is a new shape.")
         self._compiled.add(shape)
 
-    def finish_lent_buffers(self) -> None:
-        """Marks earlier copies to the device as done, after checking that their sources have not changed."""
-        for host, content in self._lent:
+    def finish_lent_buffers(self, lent: list[tuple[torch.Tensor, bytes]] | None = None) -> None:
+        """Marks copies to the device (all with None) as done, after checking that their sources have not changed."""
+        done = {id(copy) for copy in (self.lent if lent is None else lent)}
+        for host, content in (copy for copy in self.lent if id(copy) in done):
             if _bytes_of(host) != content:
                 raise api.ContractError("A host tensor was changed before the copy of it to the device was done.")
-        self._lent.clear()
+        self.lent = [copy for copy in self.lent if id(copy) not in done]
 
     def _end_step(self) -> None:
+        self.check()
         torch.ops.mvllm_example_device.open(self._settings.devices, self._settings.memory)  # ends the fault `oom`
         self._batch = None
         self.finish_lent_buffers()

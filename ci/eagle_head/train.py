@@ -1,0 +1,301 @@
+"""Trains an EAGLE-3 head for a small Llama on text that the model itself writes.
+
+    python -m ci.eagle_head.train --model FOLDER --out FOLDER [--tokens 200000] [--epochs 3] [--threads 1]
+
+    prompts ──mvllm──> texts ──transformers──> states before three layers, most likely next tokens
+                                               └ AdamW over several passes, as in drafting (EagleHead) ──> a checkpoint
+
+One prompt in twenty is held out; the log says how often the first, second, third draft token of held-out texts is
+right if those before it are. `--out` then holds a checkpoint in the published layout, for
+`speculative_config={"method": "eagle3", "model": OUT}`. A GGUF file is converted to a folder first
+(`python tests/published/convert.py FILE FOLDER`), and named by `--text-model`: it has the tokenizer.
+
+Texts and states are kept in OUT/work and are not made again if the run is repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ci.eagle_head.head import EagleHead, HeadConfig
+from ci.eagle_head.prompts import prompts
+
+SEED = 47
+HELD_OUT = 20
+"""One prompt in so many is not trained on."""
+TEXTS_PER_FILE = 16
+TEXTS_PER_STEP = 4
+MAX_PROMPT_TOKENS = 96
+NUM_PASSES = 3
+PASS_WEIGHT = 0.8
+"""The loss of each pass counts so much of the one before."""
+PEAK_LEARNING_RATE = 1e-3
+WARM_UP = 0.05
+IGNORED = -100
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""`next_tokens`, `labels` and `states`, see `write_states`."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and the model's answer.
+
+    Attributes:
+        token_ids: Of both.
+        num_prompt_tokens: Of the prompt.
+        is_held_out: It is not trained on.
+    """
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    is_held_out: bool
+
+
+def write_texts(model: Path, file: Path, *, num_tokens: int, length: int, platform: str) -> None:
+    """Lets the model answer prompts, one half greedily, until the answers have `num_tokens` tokens."""
+    from mvllm import LLM, SamplingParams  # starts its own threads, before those of training
+
+    made = 0
+    with (
+        LLM(
+            model=str(model),
+            platform=platform,
+            max_model_len=length + MAX_PROMPT_TOKENS,
+            dtype="float32",
+            max_num_seqs=16,
+        ) as llm,
+        file.with_suffix(".part").open("w") as lines,
+        tqdm(total=num_tokens, unit="token", desc="texts") as bar,
+    ):
+        numbered = enumerate(prompts(random.Random(SEED)))
+        while made < num_tokens and (batch := list(itertools.islice(numbered, 32))):
+            params = [
+                SamplingParams(temperature=0.8 * (number % 2), seed=number, max_tokens=length) for number, _ in batch
+            ]
+            chats = [[{"role": "user", "content": prompt}] for _, prompt in batch]
+            for (number, _), output in zip(batch, llm.chat(chats, params, use_tqdm=False), strict=True):
+                answer = list(output.outputs[0].token_ids)
+                ids = [*output.prompt_token_ids, *answer]
+                lines.write(json.dumps([ids, len(ids) - len(answer), number % HELD_OUT == 0]) + "\n")
+                made += len(answer)
+                bar.update(len(answer))
+    file.with_suffix(".part").rename(file)
+
+
+def read_texts(file: Path) -> list[Text]:
+    """What `write_texts` has written, the longest texts first, so that those of a batch are about as long."""
+    texts = [Text(*json.loads(line)) for line in file.read_text().splitlines()]
+    return sorted((text for text in texts if len(text.token_ids) > 4), key=lambda text: -len(text.token_ids))
+
+
+@torch.inference_mode()
+def write_states(model: PreTrainedModel, texts: list[Text], layers: tuple[int, ...], folder: Path) -> list[Path]:
+    """Runs the model over the texts, and stores what the head reads and predicts.
+
+    Returns:
+        Files with `next_tokens` [B, T], `labels` [B, T] (the most likely token two positions ahead, IGNORED in prompts
+        and padding) and `states` [B, T, layers * hidden_size], bfloat16.
+    """
+    files = []
+    for number, begin in enumerate(tqdm(range(0, len(texts), TEXTS_PER_FILE), desc="states")):
+        files.append(file := folder / f"states-{number:05}.safetensors")
+        if file.exists():
+            continue
+        batch = texts[begin : begin + TEXTS_PER_FILE]
+        width = len(batch[0].token_ids)
+        ids = torch.zeros(len(batch), width, dtype=torch.int64)
+        for row, text in enumerate(batch):
+            ids[row, : len(text.token_ids)] = torch.tensor(text.token_ids)
+        found = model(ids, output_hidden_states=True)  # padding is behind the text: causal attention ignores it
+        best = found.logits.argmax(-1)
+        labels = best.roll(-1, dims=1)
+        for row, text in enumerate(batch):
+            labels[row, : text.num_prompt_tokens - 1] = IGNORED
+            labels[row, len(text.token_ids) - 1 :] = IGNORED
+        states = torch.cat([found.hidden_states[layer] for layer in layers], dim=-1)
+        part = file.with_suffix(".part")
+        save_file(
+            {
+                "next_tokens": ids.roll(-1, dims=1)[:, :-1].to(torch.int32).contiguous(),
+                "labels": labels[:, :-1].to(torch.int32).contiguous(),
+                "states": states[:, :-1].to(torch.bfloat16).contiguous(),
+                "is_held_out": torch.tensor([text.is_held_out for text in batch]),
+            },
+            part,
+        )
+        part.rename(file)
+    return files
+
+
+def choose_vocabulary(texts: list[Text], vocab_size: int, size: int) -> torch.Tensor:
+    """[size], rising: the most frequent tokens of the answers."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for text in texts:
+        counts += torch.bincount(torch.tensor(text.token_ids[text.num_prompt_tokens :]), minlength=vocab_size)
+    return counts.topk(min(size, vocab_size)).indices.sort().values
+
+
+def batches(files: list[Path], rng: random.Random | None, *, held_out: bool) -> Iterator[Batch]:
+    """`next_tokens`, `labels` and `states` of TEXTS_PER_STEP texts, in random order with `rng`."""
+    order = list(files)
+    if rng is not None:
+        rng.shuffle(order)
+    for file in order:
+        values = load_file(file)
+        rows = (values["is_held_out"] == held_out).nonzero()[:, 0].tolist()
+        if rng is not None:
+            rng.shuffle(rows)
+        for begin in range(0, len(rows), TEXTS_PER_STEP):
+            chosen = rows[begin : begin + TEXTS_PER_STEP]
+            yield (
+                values["next_tokens"][chosen].long(),
+                values["labels"][chosen].long(),
+                values["states"][chosen].float(),
+            )
+
+
+def to_draft_tokens(labels: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+    """Labels in the draft vocabulary; IGNORED for tokens that it lacks."""
+    return torch.where(labels == IGNORED, IGNORED, draft_ids[labels.clamp(min=0)])
+
+
+def loss_of(
+    head: EagleHead, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], draft_ids: torch.Tensor
+) -> torch.Tensor:
+    """Cross-entropy over the passes."""
+    next_tokens, labels, states = batch
+    targets, total = to_draft_tokens(labels, draft_ids), torch.zeros(())
+    for number, logits in enumerate(head(next_tokens, states, NUM_PASSES)):
+        valid = targets[:, number:].flatten()
+        if (valid != IGNORED).any():
+            loss = functional.cross_entropy(logits[:, number:].flatten(0, 1), valid, ignore_index=IGNORED)
+            total = total + PASS_WEIGHT**number * loss
+    return total
+
+
+@torch.inference_mode()
+def acceptance(head: EagleHead, files: list[Path], draft_ids: torch.Tensor) -> list[float]:
+    """How often each draft token of held-out texts is right, if those before it are."""
+    right, tried = [0] * NUM_PASSES, [0] * NUM_PASSES
+    for next_tokens, labels, states in batches(files, None, held_out=True):
+        targets = to_draft_tokens(labels, draft_ids)
+        so_far = torch.ones_like(labels, dtype=torch.bool)
+        for number, logits in enumerate(head(next_tokens, states, NUM_PASSES)):
+            if number:
+                so_far = so_far.roll(1, dims=1)
+                so_far[:, :number] = False
+            counted = so_far & (labels != IGNORED)
+            so_far = counted & (logits.argmax(-1) == targets)
+            right[number] += int(so_far.sum())
+            tried[number] += int(counted.sum())
+    return [a / max(b, 1) for a, b in zip(right, tried, strict=True)]
+
+
+def save(head: EagleHead, vocabulary: torch.Tensor, folder: Path) -> None:
+    """Writes the checkpoint in the published layout."""
+    config = head.config
+    chosen = torch.zeros(config.vocab_size, dtype=torch.bool)
+    chosen[vocabulary] = True
+    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
+    tensors |= {"d2t": vocabulary - torch.arange(len(vocabulary)), "t2d": chosen}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config.published(), indent=1) + "\n")
+
+
+def train(args: Any) -> list[float]:
+    """Makes what is missing, and trains. Returns the acceptance of each draft token."""
+    work = args.out / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "texts.jsonl").exists():
+        write_texts(
+            args.text_model or args.model,
+            work / "texts.jsonl",
+            num_tokens=args.tokens,
+            length=args.length,
+            platform=args.platform,
+        )
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(SEED)
+    texts = read_texts(work / "texts.jsonl")
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    num_layers = model.config.num_hidden_layers
+    layers = tuple(args.layers or sorted({2, num_layers // 2, num_layers - 3}))
+    files = write_states(model, texts, layers, work)
+    trained_on = [text for text in texts if not text.is_held_out]
+    vocabulary = choose_vocabulary(trained_on, model.config.vocab_size, args.draft_vocab_size)
+    head = EagleHead(
+        HeadConfig.of_target(model.config, len(vocabulary), layers),
+        model.get_input_embeddings().weight.detach().clone(),
+    )
+    with torch.no_grad():
+        head.lm_head.weight.copy_(model.get_output_embeddings().weight[vocabulary])
+        head.norm.weight.copy_(model.model.norm.weight)
+    del model
+    draft_ids = torch.full((head.config.vocab_size,), IGNORED)
+    draft_ids[vocabulary] = torch.arange(len(vocabulary))
+    fit(head, files, draft_ids, args.epochs)
+    save(head, vocabulary, args.out)
+    return acceptance(head, files, draft_ids)
+
+
+def fit(head: EagleHead, files: list[Path], draft_ids: torch.Tensor, epochs: int) -> None:
+    """Trains the head in place."""
+    rng, start = random.Random(SEED), time.monotonic()
+    steps = epochs * sum(1 for _ in batches(files, None, held_out=False))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
+    warm_up = max(1, int(WARM_UP * steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min(1.0, (step + 1) / warm_up) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps))),
+    )
+    with tqdm(total=steps, desc="training") as bar:
+        for epoch in range(epochs):
+            for batch in batches(files, rng, held_out=False):
+                loss = loss_of(head, batch, draft_ids)
+                if loss.requires_grad:
+                    loss.backward()
+                    torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                schedule.step()
+                bar.update()
+                bar.set_postfix(loss=f"{float(loss):.3f}")
+            rates = ", ".join(f"{rate:.3f}" for rate in acceptance(head, files, draft_ids))
+            tqdm.write(f"epoch {epoch + 1}: acceptance {rates}; {time.monotonic() - start:.0f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder of the model, a Llama")
+    parser.add_argument("--text-model", type=Path, help="model that writes the texts, if not --model: its GGUF file")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--tokens", type=int, default=200_000, help="tokens of all answers")
+    parser.add_argument("--length", type=int, default=192, help="most tokens of an answer")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--draft-vocab-size", type=int, default=8192)
+    parser.add_argument("--layers", type=int, nargs="*", help="layers before which the head reads states")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--platform", default="cpu")
+    rates = train(parser.parse_args())
+    expected = 1 + sum(math.prod(rates[: i + 1]) for i in range(len(rates)))
+    print(f"acceptance by position: {', '.join(f'{rate:.3f}' for rate in rates)}; {expected:.2f} tokens a step")
+
+
+if __name__ == "__main__":
+    main()
