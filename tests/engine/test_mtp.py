@@ -47,7 +47,7 @@ EVERY_RUN = ("glm5", "qwen35moe", "ernie45moe", "mimo")
 
 
 def mtp(count: int) -> dict[str, Any]:
-    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": count}}
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": count, "adaptive": False}}
 
 
 @functools.cache

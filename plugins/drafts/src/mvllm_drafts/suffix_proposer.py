@@ -78,6 +78,8 @@ class SuffixProposer(Proposer):
 
     def propose(self, step: DraftStep) -> list[list[int]]:
         """See Proposer."""
+        if not step.num_tokens:
+            return [[] for _ in step.rows]
         options = self._options
         limits = DraftLimits(step.num_tokens, self._depth, options["max_spec_factor"], options["min_token_prob"])
         return [self._propose(row, limits) for row in step.rows.tolist()]

@@ -38,7 +38,7 @@ K = 3
 
 
 def head_settings(folder: Path, **settings: Any) -> dict[str, Any]:
-    return {"model": str(folder), "num_speculative_tokens": K, **settings}
+    return {"model": str(folder), "num_speculative_tokens": K, "adaptive": False, **settings}
 
 
 def write_eagle3(folder: Path, **config: Any) -> Path:

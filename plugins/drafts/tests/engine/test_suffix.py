@@ -16,7 +16,7 @@ from tests.engine.test_async_scheduling import requests
 from tests.engine.test_speculative import GREEDY, acceptance, check_close, draw, run, tokens
 from tests.helpers.parity import bytes_of_blocks
 
-SUFFIX = {"method": "suffix"}
+SUFFIX = {"method": "suffix", "adaptive": False}
 
 
 def test_every_request_gives_the_outputs_without_speculation(make_llm: MakeLLM) -> None:
