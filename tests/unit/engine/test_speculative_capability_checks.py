@@ -64,10 +64,11 @@ def test_async_scheduling_is_on_with_draft_tokens_where_workers_have_processes(c
 
 def test_methods_that_read_hidden_states_are_refused_where_models_run_as_graphs():
     for reads in ({"reads_hidden": True}, {"reads_layers": (1,)}):
-        speculative = dataclasses.replace(draft(), method="mtp", **reads)
-        assert resolve(speculative_config(speculative)).speculative is not None
+        config = speculative_config(dataclasses.replace(draft(), method="mtp", **reads))
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, architecture="LlamaForCausalLM"))
+        assert resolve(config).speculative is not None
         with pytest.raises(ConfigError, match=r"the method 'mtp' reads hidden states .*Choose the method 'ngram'"):
-            resolve(speculative_config(speculative), graph_compiler=True)
+            resolve(config, graph_compiler=True)
     assert resolve(speculative_config(draft()), graph_compiler=True).speculative is not None
 
 
