@@ -32,6 +32,14 @@ NGRAM, DRAFT_MODEL = "ngram", "draft_model"
 _NONE = "none"
 _NGRAM_MODELS = ("ngram", "[ngram]")
 _UNSUPPORTED_HEADS = ("medusa", "mlp_speculator")
+_OTHER_NAMES: Mapping[str, str] = {
+    "nextn": MTP,
+    "draft-mtp": MTP,
+    "draft-eagle3": "eagle3",
+    "draft-simple": DRAFT_MODEL,
+    "standalone": DRAFT_MODEL,
+}
+"""Names of methods in SGLang and llama.cpp, in lower case, and the method here."""
 
 _LONGEST_NGRAM = 64
 _LARGEST_DIFFERENCE = 1024
@@ -68,7 +76,10 @@ class DraftModelMethod(DraftMethod):
         count, target = settings.num_speculative_tokens(), settings.target
         name = settings.text("model")
         if name is None:
-            raise ConfigError(f"speculative_config: model must be a text, found {settings.values.get('model')!r:.40}.")
+            raise ConfigError(
+                "speculative_config: model is missing. Set the folder or hub name of a smaller model with the same "
+                "tokenizer."
+            )
         draft = settings.build_model(name, settings.text("revision"), settings.text("quantization"))
         if not draft.kind.generates:
             raise ConfigError(f"speculative_config: {draft.model} generates no tokens, so it cannot be a draft model.")
@@ -87,16 +98,23 @@ class DraftModelMethod(DraftMethod):
 
 
 class MTPMethod(DraftMethod):
-    """The tokens of the checkpoint's own multi-token-prediction module."""
+    """The tokens of the checkpoint's own multi-token-prediction module. The key `model` may repeat the served one."""
 
+    keys: ClassVar = ("model",)
     summary: ClassVar = "runs the multi-token-prediction module of the model's own checkpoint"
 
     def read(self, settings: DraftSettings) -> SpeculativeConfig:
-        mtp, num_modules = mtp_heads(settings.target)
+        target, name = settings.target, settings.text("model")
+        if name not in (None, target.model, str(target.path)):
+            raise ConfigError(
+                f"speculative_config: the method {MTP!r} drafts with the module of the served model's checkpoint "
+                f"({target.model}), but model is {name!r:.80}. Leave model out, or choose another method."
+            )
+        mtp, num_modules = mtp_heads(target)
         return SpeculativeConfig(
             MTP,
             settings.num_speculative_tokens(min(num_modules, MAX_SPECULATIVE_TOKENS)),
-            model=settings.target,
+            model=target,
             proposer="mvllm.worker.spec_decode.head_proposer:HeadProposer",
             model_class=mtp.head,
             reads_hidden=True,
@@ -138,6 +156,7 @@ def read_speculative_config(
     if settings.get("model") in _NGRAM_MODELS:  # vLLM's earlier name of the method
         settings = {"method": NGRAM} | {key: value for key, value in settings.items() if key != "model"}
     name = settings.get("method", DRAFT_MODEL if "model" in settings else NGRAM)
+    name = _own_name(name)
     method = _find(name)
     allowed = (*COMMON_KEYS, *method.keys)
     if unknown := [key for key in settings if key not in allowed]:
@@ -149,6 +168,19 @@ def read_speculative_config(
     if not isinstance(adaptive, bool):
         raise ConfigError(f"speculative_config: adaptive must be true or false, found {adaptive!r:.40}.")
     return replace(method.read(DraftSettings(name, settings, target, build_model)), adaptive=adaptive)
+
+
+def _own_name(name: object) -> object:
+    """The name here of a method that has another one in other engines; any other name as it is.
+
+    vLLM names MTP modules after architectures, such as `deepseek_mtp`. SGLang writes names in capitals.
+    """
+    if not isinstance(name, str) or name in plugin_groups.allowed_names(plugin_groups.PROPOSERS):
+        return name
+    lower = name.lower()
+    if lower.endswith("_mtp"):
+        return MTP
+    return _OTHER_NAMES.get(lower, lower if name.isupper() else name)
 
 
 def _find(name: object) -> DraftMethod:

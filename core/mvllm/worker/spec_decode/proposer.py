@@ -191,6 +191,6 @@ def proposer_class(settings: SpeculativeConfig) -> type[Proposer]:
     if not (isinstance(found, type) and issubclass(found, Proposer)):
         raise ConfigError(
             f"The method {settings.method!r} of speculative_config names the proposer {settings.proposer!r}, which is "
-            "no subclass of mvllm.extension_api.proposers.Proposer."
+            "no subclass of mvllm.extension_api.draft_heads.Proposer."
         )
     return found
