@@ -167,10 +167,16 @@ def read_speculative_config(
     adaptive = settings.get("adaptive", True)
     if not isinstance(adaptive, bool):
         raise ConfigError(f"speculative_config: adaptive must be true or false, found {adaptive!r:.40}.")
-    return replace(method.read(DraftSettings(name, settings, target, build_model)), adaptive=adaptive)
+    found = method.read(DraftSettings(name, settings, target, build_model))
+    if ":" not in found.proposer:
+        raise ConfigError(
+            f"speculative_config: {type(method).__name__} of the method {name!r} must name a proposer as "
+            f"'module:class', found {found.proposer!r:.80}."
+        )
+    return replace(found, adaptive=adaptive)
 
 
-def _own_name(name: object) -> object:
+def _own_name(name: Any) -> Any:
     """The name here of a method that has another one in other engines; any other name as it is.
 
     vLLM names MTP modules after architectures, such as `deepseek_mtp`. SGLang writes names in capitals.
@@ -203,9 +209,19 @@ def _find(name: object) -> DraftMethod:
     raise ConfigError(
         f"speculative_config: the method {name!r:.40} {reason} There are "
         + ", ".join(f"{known!r}, which {method.summary}" for known, method in _METHODS.items())
-        + "".join(f", {other!r}" for other in others)
+        + "".join(f", {other!r}{_summary_of(other)}" for other in others)
         + f".{plugin_groups.missing_part_of(group)}"
     )
+
+
+def _summary_of(name: str) -> str:
+    """What a method of another package proposes; empty if the package cannot be loaded."""
+    group = plugin_groups.PROPOSERS
+    try:
+        source = plugin_groups.require(group, name)
+        return f", which {plugin_groups.load_class(group, source, DraftMethod, 'proposers.DraftMethod').summary}"
+    except ConfigError:
+        return ""
 
 
 def _nearest(word: object, known: tuple[str, ...]) -> str:

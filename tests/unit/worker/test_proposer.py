@@ -60,8 +60,13 @@ def test_proposals_equal_a_simple_reference() -> None:
 
 
 def test_a_class_that_is_no_proposer_is_refused_with_the_base_class_to_use() -> None:
-    for named in ("collections:OrderedDict", "collections:Nothing"):
-        with pytest.raises(ConfigError, match=r"mvllm\.extension_api\.draft_heads\.Proposer") as caught:
+    for named, reason in (
+        ("collections:OrderedDict", "no subclass of mvllm.extension_api.draft_heads.Proposer"),
+        ("collections:Nothing", "no subclass of mvllm.extension_api.draft_heads.Proposer"),
+        ("nowhere.at_all:Proposer", "whose module cannot be imported: No module named 'nowhere'"),
+        ("", "whose module cannot be imported"),
+    ):
+        with pytest.raises(ConfigError, match="The method 'mine' of speculative_config names the class") as caught:
             proposer_class(SpeculativeConfig("mine", 2, proposer=named))
-        assert named in str(caught.value)
+        assert repr(named) in str(caught.value) and reason in str(caught.value)
     assert issubclass(draft_heads.HeadProposer, draft_heads.Proposer)
