@@ -41,9 +41,6 @@ class RunningPlan:
         num_placeholders: Draft tokens planned for a request whose token is in flight, as PLACEHOLDER. With 0 requests
             with draft tokens wait for their token.
         max_step_tokens: Most tokens of a step.
-
-    Attributes:
-        max_placeholders: Most placeholders of a request in the next plan; at first `num_placeholders`.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class RunningPlan:
         self._encoders = encoders
         self._num_stages = num_stages
         self._is_speculative = is_speculative
-        self.max_placeholders = num_placeholders
+        self._num_placeholders = num_placeholders
         self._max_step_tokens = max_step_tokens
         self._waits_for_tokens = num_stages > 1 or (is_speculative and not num_placeholders)
 
@@ -223,7 +220,7 @@ class RunningPlan:
         """
         drafts, request.draft_token_ids = request.draft_token_ids, []
         if request.has_token_in_flight:
-            drafts = [PLACEHOLDER] * self.max_placeholders
+            drafts = [PLACEHOLDER] * self._num_placeholders
             budget = min(budget, self._max_step_tokens - 1 - request.num_drafts_in_flight)
         if self._states.is_needed:
             budget = min(budget, self._states.draft_budget(request, others_wait=bool(self._requests.waiting)))

@@ -102,7 +102,6 @@ class StepPlanner:
             num_lookahead_tokens=num_lookahead_tokens,
             swapper=swapper,
         )
-        self._num_placeholders = num_placeholders
         self._running_plan = RunningPlan(
             requests,
             kv_cache,
@@ -127,10 +126,6 @@ class StepPlanner:
             clock=clock,
             can_chunk=can_chunk,
         )
-
-    def limit_placeholders(self, count: int) -> None:
-        """Sets how many draft tokens the rows of the last plan may get, so the next plan needs no more placeholders."""
-        self._running_plan.max_placeholders = min(count, self._num_placeholders)
 
     def plan(self, number: int) -> Step:
         """Plans a step, and counts its work as done."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 from collections.abc import Callable
 
@@ -78,7 +77,6 @@ class DraftSettings:
     is_by_model: bool
     seed: int
     plans_ahead: bool
-    adapts: bool
 
     def make_engine(self, limits: Limits) -> Engine:
         given = {name: value for name, value in vars(limits).items() if name not in ("depth", "num_stages")}
@@ -86,9 +84,6 @@ class DraftSettings:
             given["max_num_batched_tokens"] = max(limits.max_num_batched_tokens, MAX_MODEL_LEN)
         if self.is_by_model:
             given["windows"] = (None,)
-        if self.adapts:
-            times = itertools.accumulate(iter(random.Random(self.seed).random, None))
-            given |= {"adapts_drafts": True, "clock": lambda: next(times)}
         return make_engine(
             self.num_tokens,
             propose=make_proposer(self.num_tokens, self.seed),
@@ -100,9 +95,7 @@ class DraftSettings:
         )
 
 
-draft_settings = st.builds(
-    DraftSettings, st.integers(1, 6), st.booleans(), st.integers(0, 1000), st.booleans(), st.booleans()
-)
+draft_settings = st.builds(DraftSettings, st.integers(1, 6), st.booleans(), st.integers(0, 1000), st.booleans())
 
 
 @settings(deadline=None, max_examples=200)
@@ -403,17 +396,6 @@ def test_plans_made_ahead_have_placeholders_that_the_worker_replaces():
     assert engine.results["a"].token_ids == alone(request)
     stats = engine.scheduler.make_stats()
     assert stats.accepted_at == [3, 3, 3] and (stats.num_drafts, stats.num_draft_tokens) == (3, 9)
-
-
-def test_plans_made_ahead_have_no_more_placeholders_than_their_rows_may_get_drafts():
-    engine = make_engine(3, depth=2, ahead=True, adapts_drafts=True, max_num_seqs=8)
-    requests = [make_request(2, max_tokens=14) for _ in range(8)]
-    plans = steps_of(engine, *requests)
-    # With so many rows steps begin without drafts. So no row waits at its end for drafts that there are not.
-    assert {plan.max_draft_tokens for plan in plans if len(plan.rows) == 8} == {0}
-    assert [plan.draft_token_ids for plan in plans] == [{}] * len(plans)
-    assert [plan.num_scheduled_tokens for plan in plans[1:14]] == [[1] * 8] * 13
-    assert [engine.results[request.request_id].token_ids for request in requests] == [alone(r) for r in requests]
 
 
 def test_a_worker_with_fewer_drafts_than_placeholders_says_how_many_it_verified():
