@@ -156,7 +156,6 @@ def read_speculative_config(
     if settings.get("model") in _NGRAM_MODELS:  # vLLM's earlier name of the method
         settings = {"method": NGRAM} | {key: value for key, value in settings.items() if key != "model"}
     name = settings.get("method", DRAFT_MODEL if "model" in settings else NGRAM)
-    name = _own_name(name)
     method = _find(name)
     allowed = (*COMMON_KEYS, *method.keys)
     if unknown := [key for key in settings if key not in allowed]:
@@ -167,13 +166,7 @@ def read_speculative_config(
     adaptive = settings.get("adaptive", True)
     if not isinstance(adaptive, bool):
         raise ConfigError(f"speculative_config: adaptive must be true or false, found {adaptive!r:.40}.")
-    found = method.read(DraftSettings(name, settings, target, build_model))
-    if ":" not in found.proposer:
-        raise ConfigError(
-            f"speculative_config: {type(method).__name__} of the method {name!r} must name a proposer as "
-            f"'module:class', found {found.proposer!r:.80}."
-        )
-    return replace(found, adaptive=adaptive)
+    return replace(method.read(DraftSettings(name, settings, target, build_model)), adaptive=adaptive)
 
 
 def _own_name(name: Any) -> Any:
@@ -190,11 +183,12 @@ def _own_name(name: Any) -> Any:
 
 
 def _find(name: object) -> DraftMethod:
-    """The method of that name.
+    """The method of that name, which may be that of another engine.
 
     Raises:
         ConfigError: There is none.
     """
+    name = _own_name(name)
     if isinstance(name, str) and name in _METHODS:
         return _METHODS[name]()
     group = plugin_groups.PROPOSERS
