@@ -81,7 +81,15 @@ def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int,
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in EVERY_RUN)) for name in MTP_ZOO]
+    "name",
+    [
+        pytest.param("mimo", marks=pytest.mark.shows("tokens", family="mimo")),
+        *(
+            pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in EVERY_RUN))
+            for name in MTP_ZOO
+            if name != "mimo"
+        ),
+    ],
 )
 def test_logits_of_both_draft_tokens_are_those_of_the_module_at_every_position(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -91,6 +99,7 @@ def test_logits_of_both_draft_tokens_are_those_of_the_module_at_every_position(
     greedy = SamplingParams(max_tokens=12, **GREEDY)
     with engine(expected.folder) as llm:
         plain = tokens(run(llm, [prompt], greedy))
+    assert plain[0] == expected.greedy_after([*prompt, *plain[0]], len(prompt))
     with engine(expected.folder, max_num_batched_tokens=16, state_snapshot_interval=16, **mtp(2)) as llm:
         for _ in range(2):
             with recorded_logits(monkeypatch) as found:

@@ -223,6 +223,13 @@ class MTPReference:
         again = self._inputs(first.argmax()[None], states[-1:])
         return first, self.model.lm_head(self._run(torch.cat((inputs, again)))[-1])
 
+    @torch.no_grad()
+    def greedy_after(self, tokens: list[int], length: int) -> list[int]:
+        """The model's most likely token after the first `length` tokens, and after each further one but the last."""
+        hidden = self.model.model(input_ids=torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state
+        found: list[int] = self.model.lm_head(hidden[0, length - 1 :]).argmax(dim=-1).tolist()
+        return found
+
     def _inputs(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         parts = [self.embedding_norm(self.model.get_input_embeddings()(ids)), self.hidden_norm(hidden)]
         return nn.functional.linear(torch.cat(parts[:: -1 if self.form.hidden_first else 1], dim=-1), self.projection)

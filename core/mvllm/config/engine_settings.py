@@ -130,8 +130,9 @@ class EngineSettings(MultiModalArgs):
     speculative_config: dict[str, Any] | None = option(  # noqa: RUF009  (as above)
         None,
         help="Speculative decoding, as a JSON object: method 'mtp' (the checkpoint's own multi-token-prediction "
-        "module), 'ngram' (prompt_lookup_max, prompt_lookup_min) or 'none', or a draft 'model'; with "
-        "num_speculative_tokens. It does not change outputs; off by default.",
+        "module), 'ngram' (prompt_lookup_max, prompt_lookup_min), 'none', or that of a package, such as 'suffix' and "
+        "'eagle3' of mvllm-drafts; or a draft 'model'; with num_speculative_tokens. It does not change outputs; off by "
+        "default.",
         group="model",
     )
     enforce_eager: bool = option(False, help="Never capture graphs or compile.", group="model")

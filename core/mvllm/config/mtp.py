@@ -60,9 +60,9 @@ def mtp_heads(model: ModelConfig) -> tuple[MTPHeads, int]:
 def default_speculative_config(model: ModelConfig) -> Mapping[str, Any] | None:
     """The value of `speculative_config` where the setting is not given; None for no speculative decoding.
 
-    This is the one place that decides whether a checkpoint's MTP modules are used by default. They are not: with many
-    requests in a batch verification costs more than it saves, and the number of draft tokens does not depend on the
-    batch. `speculative_config={"method": "none"}` stays without draft tokens whatever this returns.
+    This is the one place that decides whether a checkpoint's MTP modules are used by default. They are not: they need
+    memory, and whether they pay depends on the platform. `speculative_config={"method": "none"}` stays without draft
+    tokens whatever this returns.
     """
     return None
 

@@ -34,6 +34,14 @@ NGRAM, DRAFT_MODEL = "ngram", "draft_model"
 _NONE = "none"
 _NGRAM_MODELS = ("ngram", "[ngram]")
 _UNSUPPORTED_HEADS = ("medusa", "mlp_speculator")
+_OTHER_NAMES: Mapping[str, str] = {
+    "nextn": MTP,
+    "draft-mtp": MTP,
+    "draft-eagle3": "eagle3",
+    "draft-simple": DRAFT_MODEL,
+    "standalone": DRAFT_MODEL,
+}
+"""Names of methods in SGLang and llama.cpp, in lower case, and the method here."""
 
 _LONGEST_NGRAM = 64
 _LARGEST_DIFFERENCE = 1024
@@ -70,7 +78,10 @@ class DraftModelMethod(DraftMethod):
         count, target = settings.num_speculative_tokens(), settings.target
         name = settings.text("model")
         if name is None:
-            raise ConfigError(f"speculative_config: model must be a text, found {settings.values.get('model')!r:.40}.")
+            raise ConfigError(
+                "speculative_config: model is missing. Set the folder or hub name of a smaller model with the same "
+                "tokenizer."
+            )
         draft = settings.build_model(name, settings.text("revision"), settings.text("quantization"))
         if not draft.kind.generates:
             raise ConfigError(f"speculative_config: {draft.model} generates no tokens, so it cannot be a draft model.")
@@ -96,16 +107,23 @@ class DraftModelMethod(DraftMethod):
 
 
 class MTPMethod(DraftMethod):
-    """The tokens of the checkpoint's own multi-token-prediction module."""
+    """The tokens of the checkpoint's own multi-token-prediction module. The key `model` may repeat the served one."""
 
+    keys: ClassVar = ("model",)
     summary: ClassVar = "runs the multi-token-prediction module of the model's own checkpoint"
 
     def read(self, settings: DraftSettings) -> SpeculativeConfig:
-        mtp, num_modules = mtp_heads(settings.target)
+        target, name = settings.target, settings.text("model")
+        if name not in (None, target.model, str(target.path)):
+            raise ConfigError(
+                f"speculative_config: the method {MTP!r} drafts with the module of the served model's checkpoint "
+                f"({target.model}), but model is {name!r:.80}. Leave model out, or choose another method."
+            )
+        mtp, num_modules = mtp_heads(target)
         return SpeculativeConfig(
             MTP,
             settings.num_speculative_tokens(min(num_modules, MAX_SPECULATIVE_TOKENS)),
-            model=settings.target,
+            model=target,
             proposer="mvllm.worker.spec_decode.head_proposer:HeadProposer",
             model_class=mtp.head,
             reads_hidden=True,
@@ -177,12 +195,26 @@ def _default_method(settings: Mapping[str, Any], read_config: ReadConfig) -> str
     return DRAFT_MODEL
 
 
+def _own_name(name: Any) -> Any:
+    """The name here of a method that has another one in other engines; any other name as it is.
+
+    vLLM names MTP modules after architectures, such as `deepseek_mtp`. SGLang writes names in capitals.
+    """
+    if not isinstance(name, str) or name in plugin_groups.allowed_names(plugin_groups.PROPOSERS):
+        return name
+    lower = name.lower()
+    if lower.endswith("_mtp"):
+        return MTP
+    return _OTHER_NAMES.get(lower, lower if name.isupper() else name)
+
+
 def _find(name: object) -> DraftMethod:
-    """The method of that name.
+    """The method of that name, which may be that of another engine.
 
     Raises:
         ConfigError: There is none.
     """
+    name = _own_name(name)
     if isinstance(name, str) and name in _METHODS:
         return _METHODS[name]()
     group = plugin_groups.PROPOSERS
@@ -197,9 +229,19 @@ def _find(name: object) -> DraftMethod:
     raise ConfigError(
         f"speculative_config: the method {name!r:.40} {reason} There are "
         + ", ".join(f"{known!r}, which {method.summary}" for known, method in _METHODS.items())
-        + "".join(f", {other!r}" for other in others)
+        + "".join(f", {other!r}{_summary_of(other)}" for other in others)
         + f".{plugin_groups.missing_part_of(group)}"
     )
+
+
+def _summary_of(name: str) -> str:
+    """What a method of another package proposes; empty if the package cannot be loaded."""
+    group = plugin_groups.PROPOSERS
+    try:
+        source = plugin_groups.require(group, name)
+        return f", which {plugin_groups.load_class(group, source, DraftMethod, 'proposers.DraftMethod').summary}"
+    except ConfigError:
+        return ""
 
 
 def _nearest(word: object, known: tuple[str, ...]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,6 +12,7 @@ from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.quantization.registry import quantization_method
+from mvllm.models.causal_lm import CausalLM
 from mvllm.models.draft_head import DraftHead
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.weight_loader import load_weights
@@ -28,11 +28,10 @@ from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.length_check import check_length
 from mvllm.worker.lora_model_manager import LoRAModelManager
 from mvllm.worker.out_of_memory import out_of_memory_as
-from mvllm.worker.spec_decode.draft_model import DraftModel
+from mvllm.worker.spec_decode.draft_model import DraftModel, class_of_method
 
 if TYPE_CHECKING:
     from mvllm.layers.state import SequenceState
-    from mvllm.models.causal_lm import CausalLM
 
     ModelMaker = Callable[[type[CausalLM], ModelConfig, BuildContext], CausalLM]
 
@@ -127,10 +126,11 @@ class ModelLoader:
 
     def _head_class(self) -> type[CausalLM] | None:
         """The class that the method of speculative decoding names; None for a draft model of its architecture."""
-        assert self._config.speculative is not None
-        module, _, name = self._config.speculative.model_class.partition(":")
-        found: type[CausalLM] | None = getattr(importlib.import_module(module), name) if module else None
-        return found
+        settings = self._config.speculative
+        assert settings is not None, "the method has a model"
+        if not settings.model_class:
+            return None
+        return class_of_method(settings, settings.model_class, CausalLM, "CausalLM")
 
     @staticmethod
     def _head_maker(head: type[CausalLM], target: CausalLM) -> ModelMaker:

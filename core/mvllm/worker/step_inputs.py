@@ -322,10 +322,8 @@ class StepInputBuilder:
             draft_slots: The state slots behind draft tokens, by position, as in SchedulerOutput.
             items: The items that the step reads. It is not captured then.
         """
-        seq_lens, drafts = first + num_scheduled, None
-        if draft_slots:
-            assert state_slots is not None, "only models with states have slots of draft tokens"
-            drafts = DraftSlots.of(state_slots[1], draft_slots)
+        seq_lens = first + num_scheduled
+        drafts = DraftSlots.of(state_slots[1], draft_slots) if draft_slots and state_slots is not None else None
         sizes = self._sizes_of(
             num_scheduled, seq_lens, sampling_positions, num_draft_tokens, drafts, can_capture=items is None
         )
@@ -337,20 +335,10 @@ class StepInputBuilder:
             parts, sizes, rows, first, num_scheduled, sampling_positions, num_draft_tokens
         )
         self._write_block_tables(buffer, sizes, rows, row_of_token, position)
-        longest_partial_prompt = 0
-        if self._with_prompt_lens:
-            longest_partial_prompt = self._write_prompt_lens(parts[7], row_of_token, position)
+        longest = self._write_prompt_lens(parts[7], row_of_token, position) if self._with_prompt_lens else 0
         if self._with_sample_rows:
-            sample_rows, num_sampling = parts[8], len(sampling_positions)
-            sample_rows[:num_sampling] = rows[sampling_positions]
-            sample_rows[num_sampling:] = self._rows.max_rows
-        if state_slots is not None:
-            for part, of_rows in zip(parts[9:11], state_slots, strict=True):
-                part[: len(rows)] = of_rows
-                part[len(rows) :] = -1
-        most_known, passes = 0, layout.first_pass_part
-        if drafts is not None:
-            most_known = write_passes(parts[passes:], layout.state_passes, drafts, parts[3][: len(rows) + 1])
+            self._write_sample_rows(parts[8], rows[sampling_positions])
+        most_known = 0 if state_slots is None else _write_states(buffer, len(rows), state_slots, drafts)
 
         views, arrays = buffer.arrays_on(self.staging.copy_to_device(buffer.host))
         layouts = layout.layouts(
@@ -362,9 +350,8 @@ class StepInputBuilder:
             num_decodes=sizes.num_decodes,
             capture=bool(sizes.captured_query_len),
         )
-        seen = None
-        if not self._is_causal:
-            seen = self._rows.non_causal_spans.visible_lens(rows, first, num_scheduled, layout.tokens)
+        spans = self._rows.non_causal_spans
+        seen = None if self._is_causal else spans.visible_lens(rows, first, num_scheduled, layout.tokens)
         return StepInputs(
             rows,
             num_scheduled,
@@ -376,14 +363,12 @@ class StepInputBuilder:
             logits_indices=views[5],
             layouts=layouts,
             prompt_lens=views[7] if self._with_prompt_lens else None,
-            longest_partial_prompt=longest_partial_prompt,
+            longest_partial_prompt=longest,
             sample_rows=views[8] if self._with_sample_rows else None,
             state_layout=layout.state_layout(
                 parts, views, layouts[0], is_static=self._is_static, most_known=most_known
             ),
-            state_passes=None
-            if drafts is None
-            else pass_inputs(parts[passes:], views[passes:], layout.state_passes, capture=layouts[0].capture),
+            state_passes=None if drafts is None else _passes_of(buffer, views, capture=layouts[0].capture),
             draft_slots=drafts,
             visible_lens=seen,
             visible_lens_device=None if seen is None else self._runtime.from_numpy(seen),
@@ -525,12 +510,38 @@ class StepInputBuilder:
             if padded_tokens > num_tokens:
                 slots[num_tokens:] = -1
 
+    def _write_sample_rows(self, sample_rows: np.ndarray, rows: np.ndarray) -> None:
+        """Writes `sample_rows`, see StepInputs; `rows` are those that sample."""
+        sample_rows[: len(rows)] = rows
+        sample_rows[len(rows) :] = self._rows.max_rows
+
     def _write_prompt_lens(self, prompt_lens: np.ndarray, row_of_token: np.ndarray, position: np.ndarray) -> int:
         """Writes `prompt_lens`; returns `longest_partial_prompt`. See StepInputs."""
         known = prompt_lens[: len(position)]
         known[:] = self._rows.history.num_prompt_tokens[row_of_token]
         prompt_lens[len(position) :] = 0
         return int(known.max(initial=0, where=known > position + 1))
+
+
+def _write_states(buffer: LayoutBuffer, num_rows: int, slots: np.ndarray, drafts: DraftSlots | None) -> int:
+    """Writes the state slots, int32 [2, R], and the passes over the layers with states.
+
+    Returns:
+        The most known tokens of a row; 0 without draft tokens.
+    """
+    parts, layout = buffer.parts, buffer.layout
+    for part, of_rows in zip(parts[9:11], slots, strict=True):
+        part[:num_rows] = of_rows
+        part[num_rows:] = -1
+    if drafts is None:
+        return 0
+    return write_passes(parts[layout.first_pass_part :], layout.state_passes, drafts, parts[3][: num_rows + 1])
+
+
+def _passes_of(buffer: LayoutBuffer, views: Sequence[torch.Tensor], *, capture: bool) -> StatePassInputs:
+    """The passes over the layers with states that `_write_states` has written; `views` are the parts on the device."""
+    layout, first = buffer.layout, buffer.layout.first_pass_part
+    return pass_inputs(buffer.parts[first:], views[first:], layout.state_passes, capture=capture)
 
 
 def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -113,7 +113,7 @@ def test_a_draft_models_config_is_read_from_its_folder(target: Path, small: Path
         ),
         ({"num_speculative_tokens": 2, "tokens": 3}, ["has the key 'tokens'", "Its keys: method, num_sp"]),
         ({"num_speculative_tokens": 2, 3: 3}, ["has the key 3"]),
-        ({"method": "draft_model", "num_speculative_tokens": 2}, ["model must be a text, found None"]),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, ["model is missing. Set the folder or hub name"]),
         ({"model": 7, "num_speculative_tokens": 2}, ["model must be a text, found 7"]),
         ("ngram", ["speculative_config must be a JSON object", "found 'ngram'"]),
         ([], ["speculative_config must be a JSON object"]),
@@ -125,6 +125,22 @@ def test_invalid_settings_are_errors_that_name_them(target: Path, settings: Any,
     assert "speculative_config" in message
     for part in parts:
         assert part in message
+
+
+def test_names_of_other_engines_for_methods_are_accepted(tmp_path: Path, small: Path) -> None:
+    mimo = write(tmp_path / "mimo", architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
+    for name in ("mtp", "deepseek_mtp", "mimo_mtp", "qwen3_next_mtp", "NEXTN", "draft-mtp"):
+        for more in ({}, {"model": str(mimo)}):  # vLLM's scripts name the served model again
+            found = read(mimo, {"method": name, **more})
+            assert found is not None and (found.method, found.num_speculative_tokens) == ("mtp", 1)
+    message = refusal(mimo, {"method": "mtp", "model": str(small)})
+    assert f"({mimo}), but model is {str(small)!r:.80}" in message and "Leave model out" in message
+    for name in ("STANDALONE", "draft-simple"):
+        found = read(mimo, {"method": name, "model": str(small), "num_speculative_tokens": 2})
+        assert found is not None and found.method == "draft_model"
+    found = read(mimo, {"method": "NGRAM", "num_speculative_tokens": 2})
+    assert found is not None and found.method == "ngram"
+    assert "the method 'mtp' drafts with" in refusal(small, {"method": "deepseek_mtp"})
 
 
 def test_settings_of_the_other_method_are_refused(target: Path, small: Path) -> None:

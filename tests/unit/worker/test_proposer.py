@@ -1,11 +1,15 @@
-"""N-gram proposals: the tokens that followed the longest earlier match."""
+"""N-gram proposals: the tokens that followed the longest earlier match; classes that are no proposers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from mvllm.config.draft_method import SpeculativeConfig
+from mvllm.errors import ConfigError
+from mvllm.extension_api import draft_heads
 from mvllm.worker.spec_decode.ngram import tokens_after_match
+from mvllm.worker.spec_decode.proposer import proposer_class
 
 
 def propose(*sequences: list[int], num_tokens: int = 3, shortest: int = 2, longest: int = 4) -> list[list[int]]:
@@ -53,3 +57,16 @@ def test_proposals_equal_a_simple_reference() -> None:
         longest = shortest + int(rng.integers(0, 4))
         expected = reference_proposal(tokens, num_tokens, shortest, longest)
         assert propose(tokens, num_tokens=num_tokens, shortest=shortest, longest=longest) == [expected], tokens
+
+
+def test_a_class_that_is_no_proposer_is_refused_with_the_base_class_to_use() -> None:
+    for named, reason in (
+        ("collections:OrderedDict", "no subclass of mvllm.extension_api.draft_heads.Proposer"),
+        ("collections:Nothing", "no subclass of mvllm.extension_api.draft_heads.Proposer"),
+        ("nowhere.at_all:Proposer", "whose module cannot be imported: No module named 'nowhere'"),
+        ("", "whose module cannot be imported"),
+    ):
+        with pytest.raises(ConfigError, match="The method 'mine' of speculative_config names the class") as caught:
+            proposer_class(SpeculativeConfig("mine", 2, proposer=named))
+        assert repr(named) in str(caught.value) and reason in str(caught.value)
+    assert issubclass(draft_heads.HeadProposer, draft_heads.Proposer)

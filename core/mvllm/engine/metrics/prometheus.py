@@ -140,7 +140,7 @@ class EngineCollector(Collector):
 
     def _spec_decode_metrics(self, prefix: str, stats: SchedulerStats) -> Iterator[Metric]:
         speculative = self._engine.config.speculative
-        labels = (*self._labels, "" if speculative is None else speculative.method)
+        labels = (*self._labels, "none" if speculative is None else speculative.method)
         for name, text, value in (
             ("num_drafts", "Verified drafts.", stats.num_drafts),
             ("num_draft_tokens", "Tokens of the verified drafts.", stats.num_draft_tokens),

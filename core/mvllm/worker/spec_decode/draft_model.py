@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from mvllm.config.draft_method import SpeculativeConfig
 from mvllm.config.model import ModelConfig
+from mvllm.errors import ConfigError
 from mvllm.models.draft_head import DraftHead
 from mvllm.worker.decoder_forward import DecoderForward, StepForward
 from mvllm.worker.kv_cache_layers import KVCacheLayers
@@ -16,6 +19,8 @@ from mvllm.worker.state_layers import step_backend_of
 
 if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
+
+_Base = TypeVar("_Base")
 
 
 @dataclass(frozen=True)
@@ -52,3 +57,30 @@ class DraftModel:
         """
         groups = layers.attention_groups_of(self.model.attention_layers())
         return DecoderForward(self.model, groups, step_backend_of(self.model.state_layers()))
+
+
+def class_of_method(settings: SpeculativeConfig, path: str, base: type[_Base], published: str) -> type[_Base]:
+    """Imports a class that a method of speculative decoding names.
+
+    Args:
+        path: `module:class`.
+        base: The class that it must be derived from.
+        published: The base class as packages import it, below `mvllm.extension_api`.
+
+    Raises:
+        ConfigError: It cannot be imported, or is no such class.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found: object = getattr(importlib.import_module(module), name, None)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"The method {settings.method!r} of speculative_config names the class {path!r}, whose module cannot be "
+            f"imported: {error}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(
+            f"The method {settings.method!r} of speculative_config names the class {path!r}, which is no subclass of "
+            f"mvllm.extension_api.{published}."
+        )
+    return found

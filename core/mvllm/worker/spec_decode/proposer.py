@@ -9,7 +9,6 @@ A proposer is the class that `SpeculativeConfig.proposer` names. It may have a m
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,13 +19,12 @@ import torch
 
 from mvllm.config.draft_method import SpeculativeConfig
 from mvllm.config.engine_config import EngineConfig
-from mvllm.errors import ConfigError
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.sampling.sampler import Sampler
 from mvllm.worker.decoder_forward import StepForward
 from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.model_forward import ModelForward
-from mvllm.worker.spec_decode.draft_model import DraftModel
+from mvllm.worker.spec_decode.draft_model import DraftModel, class_of_method
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 
 if TYPE_CHECKING:
@@ -160,7 +158,7 @@ def make_proposer(
         block_size: Tokens per KV block.
 
     Raises:
-        ConfigError: The method names no class of proposers.
+        ConfigError: The method names a class that is no Proposer, or cannot be imported.
     """
     settings, draft = forward.config.speculative, forward.loader.draft
     if settings is None or not forward.pipeline.is_last:
@@ -183,16 +181,5 @@ def make_proposer(
 
 
 def proposer_class(settings: SpeculativeConfig) -> type[Proposer]:
-    """Imports the class that a method names.
-
-    Raises:
-        ConfigError: It does not exist, or is no Proposer.
-    """
-    module, _, name = settings.proposer.partition(":")
-    found = getattr(importlib.import_module(module), name, None)
-    if not (isinstance(found, type) and issubclass(found, Proposer)):
-        raise ConfigError(
-            f"The method {settings.method!r} of speculative_config names the proposer {settings.proposer!r}, which is "
-            "no subclass of mvllm.extension_api.proposers.Proposer."
-        )
-    return found
+    """Imports the class that a method names as its proposer. Raises as `class_of_method`."""
+    return class_of_method(settings, settings.proposer, Proposer, "draft_heads.Proposer")

@@ -104,6 +104,13 @@ def test_none_of_them_is_in_the_help() -> None:
         assert option not in text or name in ("reasoning_parser", "chat_template"), name
 
 
+def test_drafts_as_sglang_and_llama_cpp_ask_for_them() -> None:
+    found = engine("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2", "--speculative-eagle-topk", "1")
+    assert found.speculative_config == {"method": "NEXTN", "num_speculative_tokens": 2}
+    found = engine("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+    assert found.speculative_config == {"method": "draft-mtp", "num_speculative_tokens": 3}
+
+
 def test_a_whole_command_line(caplog: pytest.LogCaptureFixture) -> None:
     words = (
         "--max_model_len 64 -tp 2 -dp 1 --gpu_memory_utilization 0.5 --trust-remote-code --disable-log-requests "

@@ -20,6 +20,7 @@ _KINDS = "The model's files decide what it can do: one engine answers generation
 _PLATFORM = "The platform plugin decides this."
 _ENCODERS = "Each tensor-parallel rank holds the whole encoder."
 _SPECULATIVE = 'Give speculative_config, a JSON object: {"method": "ngram", "num_speculative_tokens": 4}.'
+_STATES_OF_DRAFTS = "A state is kept behind each draft token."
 _SERVER = "Give this to the server: `mvllm serve --help`."
 _REPLICAS = "Engine cores are processes of this machine; distributed_executor_backend='ray' uses workers on several."
 _MACHINE = "Workers are processes of this machine; distributed_executor_backend='ray' uses several."
@@ -222,6 +223,13 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "spec_method": ForeignKeyword(setting="speculative_config", key="method"),
     "spec_model": ForeignKeyword(setting="speculative_config", key="model"),
     "spec_tokens": ForeignKeyword(setting="speculative_config", key="num_speculative_tokens"),
+    "spec_type": ForeignKeyword(setting="speculative_config", key="method"),
+    "spec_draft_n_max": ForeignKeyword(setting="speculative_config", key="num_speculative_tokens"),
+    "speculative_algorithm": ForeignKeyword(setting="speculative_config", key="method"),
+    "speculative_draft_model_path": ForeignKeyword(setting="speculative_config", key="model"),
+    "speculative_num_steps": ForeignKeyword(setting="speculative_config", key="num_speculative_tokens"),
+    "speculative_num_draft_tokens": ForeignKeyword("speculative_num_steps sets the number of draft tokens."),
+    "speculative_eagle_topk": ForeignKeyword("Draft tokens are a sequence, not a tree.", (1,)),
     "num_*_blocks_override": ForeignKeyword("kv_cache_memory_bytes sets the size of the KV cache."),
     "device_ids": _list("A variable of the platform chooses the devices that processes see."),
     "distributed_timeout_seconds": ForeignKeyword("start_timeout and step_timeout limit the waits for workers."),
@@ -278,8 +286,8 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "kda_decode_backend": ForeignKeyword("op_providers names installed sets of kernels.", ("auto",)),
     "sparse_indexer_topk_backend": ForeignKeyword("op_providers names installed sets of kernels.", ("auto",)),
     "use_fp64_gumbel": _flag("Random numbers of sampling are 32-bit counters; see docs/decisions/0002."),
-    "use_replayssm": _flag("States of rejected drafts are restored from a copy."),
-    "replayssm_buffer_len": ForeignKeyword("States of rejected drafts are restored from a copy."),
+    "use_replayssm": _flag(_STATES_OF_DRAFTS),
+    "replayssm_buffer_len": ForeignKeyword(_STATES_OF_DRAFTS),
     "enable_mamba_cache_stochastic_rounding": _flag("States have the model's dtype."),
     "mamba_cache_philox_rounds": ForeignKeyword("States have the model's dtype."),
     "enable_mamba_shared_prefix_checkpoint": _flag("state_snapshot_interval sets how often states are kept."),
