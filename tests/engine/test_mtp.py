@@ -37,7 +37,7 @@ from tests.helpers.float8_zoo import FLOAT8_SCHEMES, quantize_to_float8
 from tests.helpers.lora_adapters import write_adapter
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import load_model
-from tests.helpers.parity import bytes_of_blocks, engine
+from tests.helpers.parity import MAX_LEN, bytes_of_blocks, engine
 from tests.helpers.quantized_zoo import SCHEMES, quantize
 from tests.helpers.threads import generate_in_threads
 from tests.helpers.zoo_mtp import MTP_ZOO, MTPReference, load_head, nearly_agree, predict_from_the_last_token
@@ -124,7 +124,8 @@ def test_logits_of_both_draft_tokens_are_those_of_the_module_at_every_position(
     ],
 )
 def test_all_drafts_of_a_module_that_agrees_are_accepted(name: str, settings: dict[str, Any]) -> None:
-    prompts = [draw(random.Random(i), length) for i, length in enumerate((1, 15, 16, 17, 33, 48))]
+    """The last prompt ends at the longest length."""
+    prompts = [draw(random.Random(i), length) for i, length in enumerate((1, 15, 16, 17, 33, 48, MAX_LEN - 13))]
     executor = {"distributed_executor_backend": THREADS} if any("size" in key for key in settings) else {}
     sampling = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=t, seed=1) for t in (0, 0.7)]
     with engine(reference(name, "agrees").folder, max_num_batched_tokens=40, **mtp(3), **settings, **executor) as llm:
