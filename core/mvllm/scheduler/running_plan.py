@@ -67,9 +67,13 @@ class RunningPlan:
         self._encoders = encoders
         self._num_stages = num_stages
         self._is_speculative = is_speculative
-        self._num_placeholders = num_placeholders
+        self._num_placeholders = self._most_placeholders = num_placeholders
         self._max_step_tokens = max_step_tokens
         self._waits_for_tokens = num_stages > 1 or (is_speculative and not num_placeholders)
+
+    def limit_placeholders(self, most: int) -> None:
+        """Limits a request's placeholders in the next plan to the drafts that the last step asks for."""
+        self._num_placeholders = min(most, self._most_placeholders)
 
     def plan(self, step: Step) -> None:
         """Plans every running request that has something to compute, until the budget or the blocks are used up."""

@@ -406,6 +406,7 @@ class Scheduler:
             self._step_times.start_step(plan.step, self._clock(), is_ordinary=self._planner.is_ordinary(step))
         if self._draft_length is not None:
             plan.max_draft_tokens = self._draft_length.start_step(plan, self._clock())
+            self._planner.limit_placeholders(plan.max_draft_tokens)
         if requests.num_prompt_logprobs:
             self._prompt_starts[plan.step] = {
                 i: request.num_computed_tokens - plan.num_scheduled_tokens[i]

@@ -127,6 +127,10 @@ class StepPlanner:
             can_chunk=can_chunk,
         )
 
+    def limit_placeholders(self, most: int) -> None:
+        """See RunningPlan."""
+        self._running_plan.limit_placeholders(most)
+
     def plan(self, number: int) -> Step:
         """Plans a step, and counts its work as done."""
         step, limiter, waiting = Step(number, self._budget), self._limiter, self._requests.waiting
