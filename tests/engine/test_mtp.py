@@ -26,6 +26,7 @@ from tests.engine.test_speculative import (
     GREEDY,
     THREADS,
     acceptance,
+    change_draft_lengths,
     check_close,
     draw,
     random_requests,
@@ -156,13 +157,18 @@ def test_drafts_after_prefix_hits_of_every_length(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(2, 60))])
-def test_random_engines_and_requests_give_the_outputs_without_drafts(seed: int, tmp_path: Path) -> None:
+def test_random_engines_and_requests_give_the_outputs_without_drafts(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(seed)
+    change_draft_lengths(monkeypatch)
     name = rng.choice(list(MTP_ZOO))
     folder = reference(name, rng.choice(["near", "agrees", "random"])).folder
     prompts, wanted = random_requests(rng)
     settings: dict[str, Any] = {"max_num_seqs": rng.choice([1, 3, 16]), **mtp(rng.choice([1, 2, 3, 5]))}
     settings["max_num_batched_tokens"] = rng.choice([16, 17, 40, 64])
+    settings["async_scheduling"] = seed % 3 > 0
+    settings["speculative_config"]["adaptive"] = rng.random() < 0.7
     ranks: dict[str, Any] = {"distributed_executor_backend": THREADS}
     if rng.random() < 0.3:
         settings |= ranks | rng.choice([{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}])
