@@ -26,6 +26,7 @@ from tests.engine.test_speculative import (
     GREEDY,
     THREADS,
     acceptance,
+    change_draft_lengths,
     check_close,
     draw,
     random_requests,
@@ -37,7 +38,7 @@ from tests.helpers.float8_zoo import FLOAT8_SCHEMES, quantize_to_float8
 from tests.helpers.lora_adapters import write_adapter
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import load_model
-from tests.helpers.parity import bytes_of_blocks, engine
+from tests.helpers.parity import MAX_LEN, bytes_of_blocks, engine
 from tests.helpers.quantized_zoo import SCHEMES, quantize
 from tests.helpers.threads import generate_in_threads
 from tests.helpers.zoo_mtp import MTP_ZOO, MTPReference, load_head, nearly_agree, predict_from_the_last_token
@@ -133,7 +134,8 @@ def test_logits_of_both_draft_tokens_are_those_of_the_module_at_every_position(
     ],
 )
 def test_all_drafts_of_a_module_that_agrees_are_accepted(name: str, settings: dict[str, Any]) -> None:
-    prompts = [draw(random.Random(i), length) for i, length in enumerate((1, 15, 16, 17, 33, 48))]
+    """The last prompt ends at the longest length."""
+    prompts = [draw(random.Random(i), length) for i, length in enumerate((1, 15, 16, 17, 33, 48, MAX_LEN - 13))]
     executor = {"distributed_executor_backend": THREADS} if any("size" in key for key in settings) else {}
     sampling = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=t, seed=1) for t in (0, 0.7)]
     with engine(reference(name, "agrees").folder, max_num_batched_tokens=40, **mtp(3), **settings, **executor) as llm:
@@ -164,13 +166,18 @@ def test_drafts_after_prefix_hits_of_every_length(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(2, 60))])
-def test_random_engines_and_requests_give_the_outputs_without_drafts(seed: int, tmp_path: Path) -> None:
+def test_random_engines_and_requests_give_the_outputs_without_drafts(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(seed)
+    change_draft_lengths(monkeypatch)
     name = rng.choice(list(MTP_ZOO))
     folder = reference(name, rng.choice(["near", "agrees", "random"])).folder
     prompts, wanted = random_requests(rng)
     settings: dict[str, Any] = {"max_num_seqs": rng.choice([1, 3, 16]), **mtp(rng.choice([1, 2, 3, 5]))}
     settings["max_num_batched_tokens"] = rng.choice([16, 17, 40, 64])
+    settings["async_scheduling"] = seed % 3 > 0
+    settings["speculative_config"]["adaptive"] = rng.random() < 0.7
     ranks: dict[str, Any] = {"distributed_executor_backend": THREADS}
     if rng.random() < 0.3:
         settings |= ranks | rng.choice([{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}])

@@ -15,7 +15,8 @@ from mvllm import RequestError, SamplingParams
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.engine.conftest import MakeLLM
 from tests.engine.test_async_scheduling import BLOCK_BYTES, TIGHT
-from tests.engine.test_speculative import spec_config
+from tests.engine.test_mtp import mtp, reference
+from tests.engine.test_speculative import change_draft_lengths, spec_config
 from tests.helpers.model_zoo import VOCAB_SIZE
 from tests.helpers.plugins import example_platform_path, prepend, sqlite_connector_path
 from tests.helpers.threads import run_in_threads
@@ -62,7 +63,10 @@ def late_exports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any
         ("ngram", False, False),
         pytest.param("near", False, False, marks=pytest.mark.exhaustive),
         pytest.param("ngram", True, False, marks=pytest.mark.exhaustive),
-        ("near", True, False),
+        pytest.param("near", True, False, marks=pytest.mark.exhaustive),
+        ("mtp", True, False),
+        pytest.param("mtp", False, False, marks=pytest.mark.exhaustive),
+        pytest.param("hybrid mtp", True, False, marks=pytest.mark.exhaustive),
         ("ngram", True, True),
     ],
 )
@@ -71,9 +75,17 @@ def test_random_traffic_keeps_the_state_consistent_and_the_outputs_correct(
 ) -> None:
     """One thread adds and aborts requests and runs steps, while others call `generate`."""
     rng = random.Random(11)
-    guesses = {"async_scheduling": ahead, "speculative_config": None if draft is None else spec_config(draft, 3)}
+    guesses: dict[str, Any] = {"async_scheduling": ahead}
+    size = TIGHT["kv_cache_memory_bytes"]
+    if draft is not None and "mtp" in draft:
+        change_draft_lengths(monkeypatch)
+        guesses |= {"model": str(reference("qwen35moe" if "hybrid" in draft else "mimo", "near").folder), **mtp(3)}
+    elif draft is not None:
+        guesses["speculative_config"] = spec_config(draft, 3)
+    if draft not in (None, "ngram"):
+        size *= 2  # two models
     llm = make_llm(
-        kv_cache_memory_bytes=TIGHT["kv_cache_memory_bytes"] * (2 if draft == "near" else 1),  # two models
+        kv_cache_memory_bytes=size,
         scheduling_policy="priority",
         **(late_exports(tmp_path, monkeypatch) if late else {"max_num_seqs": 6, "max_num_batched_tokens": 40}),
         **guesses,

@@ -158,7 +158,7 @@ def test_every_request_gives_the_outputs_without_speculation(
 
 
 KINDS: dict[str, Callable[[random.Random], Any]] = {
-    "max_tokens": lambda rng: rng.choice([1, 2, 3, 10, 40, 40]),
+    "max_tokens": lambda rng: rng.choice([1, 2, 3, 10, 40, 40, 40, None]),
     "seed": lambda rng: rng.randrange(9),
     "temperature": lambda rng: rng.choice([0, 0, 0.3, 0.7, 1.0]),
 }
@@ -200,13 +200,18 @@ def random_requests(rng: random.Random) -> tuple[list[list[int]], list[SamplingP
     return prompts, wanted
 
 
+def change_draft_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adaptive number of draft tokens changes with most steps."""
+    for name in ("_FIRST_INTERVAL", "_FIRST_INTERVAL_OF_MANY", "_LONGEST_INTERVAL", "_TRIAL_STEPS"):
+        monkeypatch.setattr(draft_length, name, 1)
+
+
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(3, 60))])
 def test_random_engines_and_requests_give_the_outputs_without_speculation(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    for name in ("_FIRST_INTERVAL", "_FIRST_INTERVAL_OF_MANY", "_LONGEST_INTERVAL", "_TRIAL_STEPS"):
-        monkeypatch.setattr(draft_length, name, 1)  # the number of draft tokens changes with most steps
+    change_draft_lengths(monkeypatch)
     name = rng.choice(MODELS)
     folder = drafts(name)
     prompts, wanted = random_requests(rng)

@@ -97,6 +97,18 @@ def test_all_drafts_of_the_target_model_are_accepted(name: str) -> None:
         check_integrity(llm)
 
 
+def test_a_stage_without_states_verifies_drafts() -> None:
+    """The states of this model are all in the first stage."""
+    folder = drafts("nemotronh")
+    ranks = {"pipeline_parallel_size": 2, "distributed_executor_backend": THREADS}
+    prompts, params = PROMPTS[-2:], sampling()[-2:]
+    with engine(folder) as llm:
+        expected = tokens(run(llm, prompts, params))
+    with engine(folder, speculative_config=ngram(), **ranks) as llm:
+        assert tokens(run(llm, prompts, params)) == expected
+        assert acceptance(llm)[0] > 0
+
+
 @torch.inference_mode()
 def poison_free_slots(llm: LLM) -> None:
     """Overwrites the states of all slots that no request uses and that are no snapshots, and those of drafts."""

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from mvllm import SamplingParams
-from tests.engine.test_speculative import THREADS, check_close, drafts, draw, random_requests, run
+from tests.engine.test_mtp import reference
+from tests.engine.test_speculative import (
+    THREADS,
+    change_draft_lengths,
+    check_close,
+    drafts,
+    draw,
+    random_requests,
+    run,
+)
 from tests.helpers.parity import engine
 from tests.helpers.plugins import example_platform_path, prepend
 from tests.helpers.threads import generate_in_threads
@@ -28,7 +37,10 @@ FAMILIES = (
     "nemotronh",
     "olmohybrid",
     "bamba",
+    "qwen35moe",
 )
+WITH_MODULES = {"qwen35moe": "near", "nemotronh": "agrees"}
+"""Families whose drafts come from the MTP module of the checkpoint, and whether it agrees with the model."""
 
 
 def random_settings(rng: random.Random, name: str) -> dict[str, Any]:
@@ -39,13 +51,16 @@ def random_settings(rng: random.Random, name: str) -> dict[str, Any]:
         "state_snapshot_interval": rng.choice([0, 16, 32, 512]),
         "long_prefill_token_threshold": rng.choice([None, 8]),
     }
-    draft = {"num_speculative_tokens": rng.choice([1, 2, 3, 5])}
-    kind = rng.choice(["none", "ngram", "near", "other"])
-    if kind == "ngram":
+    draft = {"num_speculative_tokens": rng.choice([1, 2, 3, 5]), "adaptive": rng.random() < 0.7}
+    kind = rng.choice(["none", "ngram", "near", "other"]) if name not in WITH_MODULES else "mtp"
+    if kind == "mtp":
+        settings["speculative_config"] = {**draft, "method": "mtp"}
+    elif kind == "ngram":
         settings["speculative_config"] = {**draft, "method": "ngram", "prompt_lookup_min": 1}
     elif kind != "none":
         folder = drafts(name, noise=0.05) if kind == "near" else drafts(rng.choice([*FAMILIES, "llama-gqa"]))
         settings["speculative_config"] = {**draft, "model": str(folder)}
+    settings["async_scheduling"] = rng.random() < 0.5
     if rng.random() < 0.25:
         settings |= {"distributed_executor_backend": THREADS}
         settings |= rng.choice([{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}])
@@ -70,6 +85,7 @@ def test_random_engines_and_requests_give_the_outputs_of_requests_alone(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
+    change_draft_lengths(monkeypatch)
     name = FAMILIES[seed % len(FAMILIES)]
     prompts, wanted = random_requests(rng)
     prompts += [draw(rng, 40)] * 2
@@ -77,7 +93,8 @@ def test_random_engines_and_requests_give_the_outputs_of_requests_alone(
         SamplingParams(n=3, temperature=0.9, seed=seed, max_tokens=12, ignore_eos=True),
         SamplingParams(temperature=0, max_tokens=12, logprobs=1, prompt_logprobs=2, ignore_eos=True),
     ]
-    folder, settings = drafts(name), random_settings(rng, name)
+    folder = reference(name, WITH_MODULES[name]).folder if name in WITH_MODULES else drafts(name)
+    settings = random_settings(rng, name)
     with engine(folder, enable_prefix_caching=False, async_scheduling=False) as llm:
         expected = [run(llm, [prompt], params)[0] for prompt, params in zip(prompts, wanted, strict=True)]
     if rng.random() < 0.5:

@@ -100,9 +100,6 @@ class DraftLength:
 
     Args:
         most: `num_speculative_tokens`.
-
-    Attributes:
-        length: What `start_step` has returned last; `most` before.
     """
 
     def __init__(self, most: int) -> None:
@@ -110,7 +107,6 @@ class DraftLength:
         while 2 ** (len(lengths) - 1) < most:
             lengths.append(2 ** (len(lengths) - 1))
         self._lengths = [*lengths, most]
-        self.length = most
         self._ladders: dict[int, _Ladder] = {}  # by the number of binary digits of the number of rows
         self._chosen: dict[int, tuple[int, int, bool, float]] = {}  # step in flight: see start_step
         self._last = (-1, -1)
@@ -132,8 +128,7 @@ class DraftLength:
         chosen = size, ladder.place
         is_steady, self._last = generates and chosen == self._last, chosen if generates else (-1, -1)
         self._chosen[plan.step] = *chosen, is_steady, now
-        self.length = self._lengths[ladder.place]
-        return self.length
+        return self._lengths[ladder.place]
 
     def end_step(self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float) -> None:
         """Records the results of a step."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.messages.scheduler_output import PLACEHOLDER
 from mvllm.scheduler.block_allocator import BlockAllocator
-from mvllm.scheduler.draft_length import DraftLength
 from mvllm.scheduler.encoder_planner import EncoderPlanner
 from mvllm.scheduler.grammar_masks import DeferredMasks
 from mvllm.scheduler.long_prefill_limiter import WHOLE, LongPrefillLimiter, PromptShare
@@ -39,7 +38,6 @@ class RunningPlan:
         num_stages: Pipeline stages. With more than one, a request waits for its token, and decoding requests are spread
             over as many steps.
         is_speculative: Requests have draft tokens, and blocks ahead.
-        draft_length: Says how many draft tokens the workers have proposed at most; None if always `num_placeholders`.
         num_placeholders: Draft tokens planned for a request whose token is in flight, as PLACEHOLDER. With 0 requests
             with draft tokens wait for their token.
         max_step_tokens: Most tokens of a step.
@@ -58,7 +56,6 @@ class RunningPlan:
         num_stages: int,
         is_speculative: bool,
         num_placeholders: int,
-        draft_length: DraftLength | None,
         max_step_tokens: int,
     ) -> None:
         self._requests = requests
@@ -70,10 +67,13 @@ class RunningPlan:
         self._encoders = encoders
         self._num_stages = num_stages
         self._is_speculative = is_speculative
-        self._num_placeholders = num_placeholders
-        self._draft_length = draft_length
+        self._num_placeholders = self._most_placeholders = num_placeholders
         self._max_step_tokens = max_step_tokens
         self._waits_for_tokens = num_stages > 1 or (is_speculative and not num_placeholders)
+
+    def limit_placeholders(self, most: int) -> None:
+        """Limits a request's placeholders in the next plan to the drafts that the last step asks for."""
+        self._num_placeholders = min(most, self._most_placeholders)
 
     def plan(self, step: Step) -> None:
         """Plans every running request that has something to compute, until the budget or the blocks are used up."""
@@ -224,10 +224,7 @@ class RunningPlan:
         """
         drafts, request.draft_token_ids = request.draft_token_ids, []
         if request.has_token_in_flight:
-            count = self._num_placeholders
-            if self._draft_length is not None:  # with one or more the row begins where the worker knows it to be
-                count = max(1, self._draft_length.length)
-            drafts = [PLACEHOLDER] * count
+            drafts = [PLACEHOLDER] * self._num_placeholders
             budget = min(budget, self._max_step_tokens - 1 - request.num_drafts_in_flight)
         if self._states.is_needed:
             budget = min(budget, self._states.draft_budget(request, others_wait=bool(self._requests.waiting)))

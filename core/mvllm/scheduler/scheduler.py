@@ -137,7 +137,6 @@ class Scheduler:
             max_loras=max_loras,
             is_speculative=num_speculative_tokens > 0,
             num_placeholders=num_speculative_tokens if plans_ahead else 0,
-            draft_length=self._draft_length,
             num_lookahead_tokens=num_lookahead_tokens,
             can_defer_masks=can_defer_masks,
             step_times=self._step_times if config.long_prefill_slowdown else None,
@@ -407,6 +406,7 @@ class Scheduler:
             self._step_times.start_step(plan.step, self._clock(), is_ordinary=self._planner.is_ordinary(step))
         if self._draft_length is not None:
             plan.max_draft_tokens = self._draft_length.start_step(plan, self._clock())
+            self._planner.limit_placeholders(plan.max_draft_tokens)
         if requests.num_prompt_logprobs:
             self._prompt_starts[plan.step] = {
                 i: request.num_computed_tokens - plan.num_scheduled_tokens[i]

@@ -35,7 +35,6 @@ from mvllm.scheduler.admission.pairs import PairRows
 from mvllm.scheduler.admission.policy import AdmissionPolicy
 from mvllm.scheduler.admission.snapshots import AwaitedSnapshots, SharedPrefixes
 from mvllm.scheduler.block_allocator import BlockAllocator
-from mvllm.scheduler.draft_length import DraftLength
 from mvllm.scheduler.encoder_planner import EncoderPlanner
 from mvllm.scheduler.grammar_masks import DeferredMasks
 from mvllm.scheduler.kv_loads import KVLoads
@@ -57,7 +56,7 @@ class StepPlanner:
 
     Args:
         stats: Counters to add to.
-        is_speculative, num_placeholders, draft_length: As for RunningPlan.
+        is_speculative, num_placeholders: As for RunningPlan.
         step_times: Estimates the times of steps; None if plans must not depend on time.
         kv_loads: Requests that wait for KV connectors; None without a host tier.
         swapper: Keeps the blocks of preempted requests in host memory; None if they are always computed again.
@@ -76,7 +75,6 @@ class StepPlanner:
         max_loras: int,
         is_speculative: bool,
         num_placeholders: int,
-        draft_length: DraftLength | None,
         num_lookahead_tokens: int,
         can_defer_masks: bool,
         step_times: StepTimeModel | None = None,
@@ -116,7 +114,6 @@ class StepPlanner:
             num_stages=num_stages,
             is_speculative=is_speculative,
             num_placeholders=num_placeholders,
-            draft_length=draft_length,
             max_step_tokens=config.max_num_batched_tokens,
         )
         self._waiting_plan = WaitingPlan(
@@ -129,6 +126,10 @@ class StepPlanner:
             clock=clock,
             can_chunk=can_chunk,
         )
+
+    def limit_placeholders(self, most: int) -> None:
+        """See RunningPlan."""
+        self._running_plan.limit_placeholders(most)
 
     def plan(self, number: int) -> Step:
         """Plans a step, and counts its work as done."""

@@ -552,7 +552,8 @@ class ModelRunner:
         output, tokens = result.read()
         accepted = {plan.rows[position]: drafts for position, drafts in output.further_token_ids.items()}
         self.rows.append_sampled_tokens(inputs.rows[positions], tokens, accepted)
-        if self._proposer is not None and hidden is not None:
+        if self._proposer is not None:
+            hidden = torch.empty(0, self._config.model.hidden_size) if hidden is None else hidden
             output.draft_token_ids = self._propose_drafts(self._proposer, plan, computed.inputs, hidden, output)
         if not self._pipeline.is_first:
             self._pipeline.send_output(output, any_sampled=len(tokens) > 0)

@@ -237,7 +237,7 @@ class StepInputBuilder:
             sampling_positions,
             None if num_draft_tokens is None else num_draft_tokens[sampling_positions],
             np.array([plan.read_slots, plan.write_slots], dtype=np.int32) if self._with_states else None,
-            plan.draft_slots,
+            plan.draft_slots if self._with_states else None,
             items=table.items.of_step(rows, first, num_scheduled) if table.items.is_used else None,
         )
 

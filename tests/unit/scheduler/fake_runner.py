@@ -174,6 +174,7 @@ class FakeRunner:
         self.num_computed: dict[str, int] = {}
         self.propose: Callable[[list[int]], list[int]] | None = None
         self.keeps_drafts = False
+        self._most_drafts: int | None = None
         self.next_step = 0
         self.host: dict[int, list[int | None]] = {}
         self.taken_host: dict[int, bool] = {}
@@ -182,6 +183,7 @@ class FakeRunner:
         self._copy(plan)
         self._apply(plan)
         planned, plan = plan, self._fill_placeholders(plan)
+        self._most_drafts = plan.max_draft_tokens
         if plan.step in self.steps_without_memory:
             return self._fail_step(plan)
         for position, drafts in plan.draft_token_ids.items():
@@ -394,7 +396,7 @@ class FakeRunner:
 
     def _propose_drafts(self, position: int, row: _Row, output: ModelRunnerOutput) -> None:
         assert self.propose is not None
-        if drafts := self.propose(row.tokens):
+        if drafts := self.propose(row.tokens)[: self._most_drafts]:
             output.draft_token_ids[position] = drafts
             row.drafts = drafts if self.keeps_drafts else []
         for ahead in range(len(row.tokens) - 1, len(row.tables[0]) * self.block_size):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from mvllm.messages.requests import FinishReason
 from mvllm.messages.sampling_params import RequestOutputKind
 from mvllm.messages.scheduler_output import PLACEHOLDER, ModelRunnerOutput, SchedulerOutput
+from mvllm.scheduler import draft_length
+from mvllm.scheduler.draft_length import DraftLength
 from mvllm.scheduler.request import Request
 from tests.unit.scheduler.builders import Engine, make_request, make_scheduler
 from tests.unit.scheduler.fake_runner import expected_tokens, fingerprints, logprobs_of, next_token
@@ -77,6 +79,7 @@ class DraftSettings:
     is_by_model: bool
     seed: int
     plans_ahead: bool
+    is_adaptive: bool
 
     def make_engine(self, limits: Limits) -> Engine:
         given = {name: value for name, value in vars(limits).items() if name not in ("depth", "num_stages")}
@@ -90,12 +93,24 @@ class DraftSettings:
             num_lookahead=self.num_tokens if self.is_by_model else 0,
             depth=limits.depth if self.plans_ahead else limits.num_stages,
             ahead=self.plans_ahead,
+            adapts_drafts=self.is_adaptive,
             max_model_len=MAX_MODEL_LEN,
             **given,
         )
 
 
-draft_settings = st.builds(DraftSettings, st.integers(1, 6), st.booleans(), st.integers(0, 1000), st.booleans())
+draft_settings = st.builds(
+    DraftSettings, st.integers(1, 6), st.booleans(), st.integers(0, 1000), st.booleans(), st.booleans()
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_intervals() -> Iterator[None]:
+    """The adaptive number of draft tokens changes with most steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_FIRST_INTERVAL", "_FIRST_INTERVAL_OF_MANY", "_LONGEST_INTERVAL", "_TRIAL_STEPS"):
+            patch.setattr(draft_length, name, 1)
+        yield
 
 
 @settings(deadline=None, max_examples=200)
@@ -396,6 +411,20 @@ def test_plans_made_ahead_have_placeholders_that_the_worker_replaces():
     assert engine.results["a"].token_ids == alone(request)
     stats = engine.scheduler.make_stats()
     assert stats.accepted_at == [3, 3, 3] and (stats.num_drafts, stats.num_draft_tokens) == (3, 9)
+
+
+def test_a_plan_made_ahead_has_no_more_placeholders_than_the_step_before_asked_for(monkeypatch):
+    """Placeholders take budget and blocks, also if no drafts come for them."""
+    most = [2, 0, 0, 1, 3] * 9
+    monkeypatch.setattr(DraftLength, "start_step", lambda *_: most.pop(0))
+    monkeypatch.setattr(DraftLength, "end_step", lambda *_: None)
+    engine = make_engine(3, depth=2, ahead=True, adapts_drafts=True)
+    request = make_request(6, request_id="a", max_tokens=24)
+    plans = steps_of(engine, request)
+    assert [plan.max_draft_tokens for plan in plans[:5]] == [2, 0, 0, 1, 3]
+    assert planned_lengths(plans[:6]) == [[], [2], [], [], [1], [3]]
+    assert [plan.num_scheduled_tokens for plan in plans[:6]] == [[6], [3], [1], [1], [2], [4]]
+    assert engine.results["a"].token_ids == alone(request)
 
 
 def test_a_worker_with_fewer_drafts_than_placeholders_says_how_many_it_verified():

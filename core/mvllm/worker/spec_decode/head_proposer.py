@@ -43,10 +43,11 @@ class HeadProposer(Proposer):
         drafts: list[list[int]] = [[] for _ in step.rows]
         hidden, logits, at = self._first_pass(step)
         lengths = history.num_tokens[step.rows]
-        room = np.minimum(self._rows.num_blocks[step.rows] * self._block_size, self._max_len) - lengths
+        # The last draft token needs no slot, but a place behind the longest sequence at most.
+        room = np.minimum(self._rows.num_blocks[step.rows] * self._block_size + 1, self._max_len) - lengths
         for i in range(step.num_tokens):
             if i:
-                going_on = (room[at] >= i - 1) & (lengths[at] + i < self._max_len)
+                going_on = room[at] >= i
                 at, hidden = at[going_on], hidden[torch.from_numpy(going_on.nonzero()[0]).to(hidden.device)]
                 if not len(at):
                     break

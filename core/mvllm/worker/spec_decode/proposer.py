@@ -42,7 +42,8 @@ class DraftStep:
         inputs: The inputs of the step. They stay valid until the inputs of another step are built.
         num_tokens: Most draft tokens of a row.
         hidden: [T, hidden_size], compute dtype, device: the hidden states from which logits are computed. They may be
-            overwritten by the next step.
+            overwritten by the next step. [0, hidden_size] in steps of a graph platform that gives tokens alone; there
+            no method reads them.
         layer_states: [T, n * hidden_size], compute dtype, device: the residual stream before each of
             `SpeculativeConfig.reads_layers`, side by side; None without such layers.
     """

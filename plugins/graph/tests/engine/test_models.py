@@ -113,11 +113,21 @@ def test_preempted_requests_are_computed_again(stack: ExitStack, expected: Oracl
     parity.check(expected, generate(llm, expected.prompts))
 
 
+def num_draft_tokens(llm: LLM) -> int:
+    stats = llm.llm_engine.stats
+    assert stats is not None
+    return stats.num_draft_tokens
+
+
 def test_draft_tokens_from_the_prompt_are_verified(stack: ExitStack, expected: Oracle) -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     llm = start(stack, expected.folder, speculative_config=ngram)
+    counts = [0]
     parity.check(expected, generate(llm, expected.prompts))
-    check_tokens(generate(llm, expected.prompts, logprobs=None), expected)
+    counts.append(num_draft_tokens(llm))
+    check_tokens(generate(llm, expected.prompts, logprobs=None), expected)  # the tokens are chosen on the host
+    counts.append(num_draft_tokens(llm))
+    assert counts[0] < counts[1] < counts[2]
 
 
 def test_draft_tokens_of_a_model_with_states_are_verified(stack: ExitStack) -> None:
