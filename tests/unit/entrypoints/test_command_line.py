@@ -229,19 +229,6 @@ def test_the_usage_is_one_line(words, capsys):
     assert required.get(" ".join(words), "") in first
 
 
-@pytest.mark.parametrize("what", ["file", "folder", "one of a folder"])
-def test_a_damaged_gguf_file_is_reported_in_a_sentence(what, tmp_path, capsys):
-    (tmp_path / "model-Q4_K_M.gguf").touch()
-    names = {
-        "file": str(tmp_path / "model-Q4_K_M.gguf"),
-        "folder": str(tmp_path),
-        "one of a folder": f"{tmp_path}:q4_k_m",
-    }
-    assert main(["generate", names[what], "--prompt", "x"]) == 1
-    said = capsys.readouterr().err
-    assert "model-Q4_K_M.gguf is not a GGUF file" in said and "Traceback" not in said
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

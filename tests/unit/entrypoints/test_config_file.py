@@ -52,7 +52,7 @@ def test_options_of_every_kind_are_read(config):
     path = config(
         "model: some/model\nmax-model-len: 64\nenable_prefix_caching: false\nasync-scheduling: true\nfast: true\n"
         "hf_overrides: {a: [1, 2]}\ngpu_memory_utilization: 0.5\nnames: [a, b]\nkey: [x, -y]\ndtype: float32\n"
-        "quantization: null\ncudagraph_capture_sizes: [1, 2]\n"
+        "quantization: null\n"
     )
     found = parse("go", "--config", path)
     expected = {

@@ -43,6 +43,7 @@ GROUPS = {
     "mvllm.request_pairs": "acme",
     "mvllm.logits_combiners": "acme",
     "mvllm.kv_connectors": "acme",
+    "mvllm.proposers": "acme",
     "mvllm.aliases": "acme",
     "mvllm.engine_methods": "acme",
     "mvllm.serve": "acme",

@@ -4,6 +4,7 @@ not."""
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from mvllm.entrypoints.cli.main import _make_parser
 from mvllm.entrypoints.cli.option_spellings import SHORT_OPTIONS, as_declared
 from mvllm.errors import ConfigError
 from mvllm_compat.foreign_keywords import FOREIGN_KEYWORDS, FOREIGN_SERVER_OPTIONS
+from tests.unit.entrypoints.test_config_file import parse
 from tests.unit.entrypoints.test_option_spellings import engine, server
 
 OPTIONS = """
@@ -189,3 +191,9 @@ def test_options_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["--root-path='/llm' has no effect. " + FOREIGN_SERVER_OPTIONS["root_path"].instead]
     with pytest.raises(ConfigError, match="may not set messages"):
         server("--default-chat-template-kwargs", '{"messages": 1}')
+
+
+def test_a_config_file_may_have_options_of_another_engine(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("max-model-len: 64\ncudagraph_capture_sizes: [1, 2]\n")
+    assert parse("go", "--config", str(path))["max_model_len"] == 64

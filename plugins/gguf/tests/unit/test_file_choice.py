@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ModelError
 from mvllm_gguf.file_choice import choose, list_models
 
@@ -72,3 +73,16 @@ def test_an_ambiguous_or_missing_quantization_is_refused_with_the_file_names(nam
 
 def test_files_other_than_models_are_ignored():
     assert list_models(["mmproj-F16.gguf", "imatrix.gguf", "README.md", "model.safetensors"]) == []
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "one of a folder"])
+def test_a_damaged_gguf_file_is_reported_in_a_sentence(what, tmp_path, capsys):
+    (tmp_path / "model-Q4_K_M.gguf").touch()
+    names = {
+        "file": str(tmp_path / "model-Q4_K_M.gguf"),
+        "folder": str(tmp_path),
+        "one of a folder": f"{tmp_path}:q4_k_m",
+    }
+    assert main(["generate", names[what], "--prompt", "x"]) == 1
+    said = capsys.readouterr().err
+    assert "model-Q4_K_M.gguf is not a GGUF file" in said and "Traceback" not in said
