@@ -21,8 +21,11 @@ from tests.helpers.message_rows import Mistake, check_mistake, write_broken_mode
 GENERATE = "generate demo --prompt x"
 BAD_JSON = "is not valid JSON (Expecting value at character 1). Give an object, such as '{\"key\": 1}'"
 THERE_ARE = (
-    "There are 'ngram', which proposes what followed the same tokens earlier in the text, and 'draft_model', a smaller "
-    'model with the same tokenizer: {"model": NAME, "num_speculative_tokens": 4}.'
+    "There are 'ngram', which proposes what followed the same tokens earlier in the text, 'draft_model', which runs a "
+    'smaller model with the same tokenizer ({"model": NAME, "num_speculative_tokens": 4}), \'mtp\', which runs the '
+    "multi-token-prediction module of the model's own checkpoint, 'eagle', which drafts with a head that reads the "
+    "model's last hidden states, 'eagle3', which drafts with a head that reads hidden states of three layers of the "
+    "model, 'suffix', which proposes what followed the same tokens in the request or in recent outputs, by frequency."
 )
 BAD_TEMPLATE = (
     "{models}/bad-template/chat_template.jinja, line 2: Encountered unknown tag 'endfr'. Jinja was looking for the "
@@ -149,7 +152,11 @@ MISTAKES = [
     ),
     Mistake(
         f'{GENERATE} --speculative-config {{"method":"eagle"}}',
-        "--speculative-config: the method 'eagle' is not supported: it drafts with heads that are trained for the "
+        "--speculative-config: the method 'eagle' needs the head's checkpoint. Set model to its folder or name.",
+    ),
+    Mistake(
+        f'{GENERATE} --speculative-config {{"method":"medusa","num_speculative_tokens":2}}',
+        "--speculative-config: the method 'medusa' is not supported: it drafts with heads that are trained for the "
         f"model, which are not loaded. {THERE_ARE}",
     ),
     Mistake(

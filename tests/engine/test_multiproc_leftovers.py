@@ -72,6 +72,7 @@ class Engine:
             self.expect("idle")
             # A signal just before Python enters the read would be handled only after the next line.
             wait_until(lambda: is_reading_stdin(self.process.pid), START_SECONDS, "it waits for its next line")
+            time.sleep(0.3)  # a worker says that it is idle just after it has answered
         else:
             wait_until(self._hangs, START_SECONDS, lambda: f"workers hang in {phase}; it has {self._state()}")
         if phase == "mid-request":

@@ -118,7 +118,6 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
     masks_follow: bool = False
     read_slots: list[int] = []
     write_slots: list[int] = []
-    draft_slots: dict[int, list[int]] = {}
     saved_blocks: list[int] = []
     saved_host_blocks: list[int] = []
     loaded_blocks: list[int] = []
@@ -130,6 +129,7 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
     freed_encoder_outputs: list[bytes] = []
     encoder_inputs: list[EncoderInput] = []
     max_draft_tokens: int | None = None
+    draft_slots: dict[int, list[int]] = {}
 
     @property
     def has_host_copies(self) -> bool:

@@ -347,7 +347,7 @@ def test_without_pillow_the_error_names_the_extra(llm: LLM, monkeypatch: pytest.
     [
         (lambda llm: llm.generate_images("a", ImageParams(height=24, width=24)), "have 12 x 12 pixels"),
         (lambda llm: llm.generate_images("a", SamplingParams()), "params must be ImageParams"),
-        (lambda llm: llm.generate_images("a", [GREEDY, GREEDY]), "params has 2 entries for 1 prompts"),
+        (lambda llm: llm.generate_images("a", [GREEDY, GREEDY]), "params is a list of 2 for 1 prompts"),
         (lambda llm: llm.generate_images({"prompt": "a", "multi_modal_data": {}}), "Images are not supported as input"),
         (
             lambda llm: llm.generate({"prompt": "a", "multi_modal_data": {"image": b"a"}}, use_tqdm=False),

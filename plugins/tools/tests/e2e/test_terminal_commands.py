@@ -74,7 +74,7 @@ def test_chat_answers_each_line_of_a_pipe(folder: str) -> None:  # noqa: F811
             "lone surrogate",
             marks=pytest.mark.exhaustive,
         ),
-        ("mvllm chat --model {folder} --chat-template /bin/ls", 1, "error: The chat template '/bin/ls' cannot be read"),
+        ("mvllm chat --model {folder} --chat-template /bin/ls", 1, "error: --chat-template: the file '/bin/ls' cannot"),
     ],
 )
 def test_closed_or_odd_standard_input(folder: str, script: str, status: int, words: str) -> None:  # noqa: F811
