@@ -71,7 +71,8 @@ def check_mistake(
 
 def without_compat_hint(said: str) -> str:
     """A message without its last sentence, which names mvllm-compat where that is not installed."""
-    return said.removesuffix(plugin_groups.missing_part_of(plugin_groups.FOREIGN_KEYWORDS))
+    hint = plugin_groups.missing_part_of(plugin_groups.FOREIGN_KEYWORDS)
+    return said.removesuffix(hint).removesuffix(".") if hint and said.endswith(hint) else said
 
 
 def _must_not_start(*args: object, **kwargs: object) -> NoReturn:
