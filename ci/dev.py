@@ -85,11 +85,11 @@ INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "to
 """Tests with Triton's interpreter, which must be enabled before the first import of Triton in a process."""
 OF_OTHERS = (
     "tests/engine/test_ray_*.py",
-    *(f"tests/packaging/test_{name}.py" for name in ("*_distribution", "page_commands", "parts", "uv_workspace")),
-    "tests/packaging/test_wheelhouse.py",
+    *(f"tests/packaging/test_{name}.py" for name in ("*_distribution", "mismatches", "missing_parts", "page_commands")),
+    *(f"tests/packaging/test_{name}.py" for name in ("parts", "uv_workspace", "wheelhouse")),
     *("tests/unit/docs", "tests/unit/test_deploy.py", "tests/unit/test_kubernetes.py"),
 )
-"""Tests in tests/ of more than core: workers in Ray, wheels, pages about all distributions, files of deployments."""
+"""Tests in tests/ of more than core: workers in Ray, wheels, versions that differ, pages about all distributions, files of deployments."""
 MINIMUM_PYTHON = (3, 11)
 PROMPT = "Once upon a time"
 LINTERS_AT_ONCE = 2
