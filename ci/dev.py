@@ -89,7 +89,8 @@ OF_OTHERS = (
     *(f"tests/packaging/test_{name}.py" for name in ("parts", "uv_workspace", "wheelhouse")),
     *("tests/unit/docs", "tests/unit/test_deploy.py", "tests/unit/test_kubernetes.py"),
 )
-"""Tests in tests/ of more than core: workers in Ray, wheels, versions that differ, pages about all distributions, files of deployments."""
+"""Tests in tests/ of more than core: workers in Ray, wheels, versions that differ, pages about all distributions, files
+of deployments."""
 MINIMUM_PYTHON = (3, 11)
 PROMPT = "Once upon a time"
 LINTERS_AT_ONCE = 2
