@@ -82,7 +82,10 @@ class BlockAllocator:
             if requests.preempt_last(is_swapped=is_swapped) is request.listed:
                 return False
             new_blocks = kv_cache.allocate_slots(table, num_tokens, num_computed_tokens=num_computed)
-        if new_blocks:
+        if len(new_blocks) == 1 and self._num_groups == 1:
+            plan.new_block_rows.append(request.row)
+            plan.new_block_ids += new_blocks
+        elif new_blocks:
             self._add_to_plan(request, lengths, new_blocks, plan)
         return True
 

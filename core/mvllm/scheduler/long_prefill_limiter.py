@@ -53,6 +53,7 @@ class PromptShare(NamedTuple):
 
 WHOLE = PromptShare(sys.maxsize)
 """The share of a request that is not limited."""
+_WHOLE = (WHOLE, WHOLE._replace(is_very_long=True))
 
 
 class LongPrefillLimiter:
@@ -111,14 +112,14 @@ class LongPrefillLimiter:
     def share(self, num_tokens: int, *, is_very_long: bool) -> PromptShare:
         """The share in this round of a request with so many uncomputed tokens. No side effects."""
         if self._is_round_2:
-            return WHOLE._replace(is_very_long=is_very_long)
+            return _WHOLE[is_very_long]
         threshold, is_cap, is_pause = self._threshold, self._has_cap, False
         if is_very_long and self._step_times is not None:
             fitting = self._step_times.prompt_tokens_within(1 + (self._slowdown - 1) * (1 + self.num_waiting))
             if fitting is not None and fitting < threshold:
                 threshold, is_cap, is_pause = fitting, True, not fitting
         if num_tokens <= threshold:
-            return WHOLE._replace(is_very_long=is_very_long)
+            return _WHOLE[is_very_long]
         return PromptShare(
             num_tokens=0 if self._is_taken else threshold,
             is_limited=True,

@@ -141,7 +141,10 @@ class RequestLists:
         for side in request.sides:
             side.status = RequestStatus.RUNNING
             side.row = self.rows.allocate()
-        insort(self.running, request)
+        if self.running and request.order < self.running[-1].order:
+            insort(self.running, request)
+        else:
+            self.running.append(request)
         return request
 
     def preempt_last(self, *, is_swapped: bool = False) -> Request:

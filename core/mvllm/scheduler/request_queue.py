@@ -20,7 +20,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self._heap: list[Request] = []
+        self._heap: list[tuple[tuple[int, int], Request]] = []  # (order, request): compared without a call of Python
         self._alive: set[Request] = set()
 
     def __len__(self) -> int:
@@ -32,15 +32,15 @@ class RequestQueue:
     def push(self, request: Request) -> None:
         """Adds a request that is not in the queue."""
         assert request not in self._alive
-        heapq.heappush(self._heap, request)
+        heapq.heappush(self._heap, (request.order, request))
         self._alive.add(request)
         self.num_tokens += request.num_tokens
 
     def peek(self) -> Request:
         """The first request; the queue must not be empty."""
-        while self._heap[0] not in self._alive:
+        while self._heap[0][1] not in self._alive:
             heapq.heappop(self._heap)
-        return self._heap[0]
+        return self._heap[0][1]
 
     def pop(self) -> Request:
         """Removes and returns the first request; the queue must not be empty."""
@@ -55,5 +55,5 @@ class RequestQueue:
         self._alive.remove(request)
         self.num_tokens -= request.num_tokens
         if len(self._heap) > 2 * len(self._alive) + 16:
-            self._heap = list(self._alive)
+            self._heap = [(request.order, request) for request in self._alive]
             heapq.heapify(self._heap)

@@ -132,10 +132,10 @@ class RunningPlan:
             Whether it samples. It waits if a draft token in flight may be its last token. None if blocks are missing;
             then no further request is planned.
         """
-        if request.max_num_tokens_in_flight >= request.max_num_tokens:
+        if request.num_drafts_in_flight and request.max_num_tokens_in_flight >= request.max_num_tokens:
             return False
         drafts = request.draft_token_ids
-        if drafts or request.has_token_in_flight:
+        if self._is_speculative and (drafts or request.has_token_in_flight):
             num_others = len(self._requests.running) - len(step.batch) - 1
             drafts = self._take_draft_tokens(request, step.budget - 1 - num_others)
         if not self._blocks.allocate(request, drafts, step.plan):

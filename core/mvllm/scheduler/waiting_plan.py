@@ -109,7 +109,7 @@ class WaitingPlan:
         """Plans the first tokens of a request, which has its blocks."""
         request, step = self._requests.run_next(), candidate.step
         positions = []
-        for side, start, count in zip(candidate.sides, candidate.starts, candidate.counts, strict=True):
+        for side, start, count in zip(candidate.sides, candidate.starts, candidate.counts):
             self._start_side(side, start, start + count)
             step.plan.new_requests.append(new_request_data(side, start))
             positions.append(step.add(side, count) if count else -1)  # 0: the other side of a pair computes first

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Sequence
 
 from mvllm.kv_cache.kv_cache_manager import CachedPrefix, KVCacheManager
 from mvllm.kv_cache.state_slots import SnapshotOffers
@@ -23,6 +24,8 @@ from mvllm.scheduler.request import Request
 from mvllm.scheduler.request_lists import RequestLists
 from mvllm.scheduler.request_pairs import split_tokens
 from mvllm.scheduler.step import Step
+
+_UNLIMITED = (sys.maxsize, sys.maxsize)
 
 
 class Decision(enum.Enum):
@@ -48,52 +51,61 @@ class Candidate:
         lacks_blocks: All policies agreed, but there were not enough free blocks.
     """
 
+    __slots__ = (
+        *("_counts", "_kv_cache", "_left", "_prefixes", "_starts"),
+        *("decided_by", "ends_at_snapshots", "lacks_blocks", "offers", "request", "share", "sides", "step"),
+    )
+
     def __init__(self, request: Request, step: Step, kv_cache: KVCacheManager) -> None:
         self.request = request
         self.sides = request.sides
         self.step = step
         self.share: PromptShare = WHOLE
-        self.offers: list[SnapshotOffers | None] = []
+        self.offers: Sequence[SnapshotOffers | None] = ()
         self.ends_at_snapshots = False
         self.decided_by: AdmissionPolicy | None = None
         self.lacks_blocks = False
         self._kv_cache = kv_cache
-        self._prefixes: list[CachedPrefix] | None = None
-        self._starts: list[int] | None = None
+        self._prefixes: list[CachedPrefix] = []
+        self._starts: list[int] = []
+        self._left: list[int] = []
         self._counts: list[int] | None = None
 
     @property
     def prefixes(self) -> list[CachedPrefix]:
         """What is cached of each side. Looked up once, when the first policy needs it."""
-        if self._prefixes is None:
-            self._prefixes = [self._find_prefix(side) for side in self.sides]
+        if not self._prefixes:
+            self._look_up()
         return self._prefixes
 
     def find_blocks(self, number: int) -> list[int]:
         """The cached blocks of a side. Those of a second side are looked up again, after blocks were allocated."""
         if number:
-            self.prefixes[number] = self._find_prefix(self.sides[number])
-            self._starts = self._counts = None
+            self._prefixes[number] = self._find_prefix(self.sides[number])
+            self._measure()
+            self._counts = None
         return self.prefixes[number].blocks
 
     @property
     def starts(self) -> list[int]:
         """The first position that each side has to compute."""
-        if self._starts is None:
-            size, num_groups = self._kv_cache.block_size, self._kv_cache.num_groups
-            self._starts = [len(prefix.blocks) // num_groups * size for prefix in self.prefixes]
+        if not self._prefixes:
+            self._look_up()
         return self._starts
 
     @property
     def left(self) -> list[int]:
         """The tokens that each side has to compute."""
-        return [side.num_tokens - start for side, start in zip(self.sides, self.starts, strict=True)]
+        if not self._prefixes:
+            self._look_up()
+        return self._left
 
     @property
     def counts(self) -> list[int]:
         """The tokens that each side computes in this step, if the request starts."""
         if self._counts is None:
-            self._counts = split_tokens(self.left, min(self.share.num_tokens, self.step.budget), self._rooms())
+            left, most = self.left, min(self.share.num_tokens, self.step.budget)
+            self._counts = split_tokens(left, most, self._rooms())
         return self._counts
 
     @counts.setter
@@ -108,15 +120,29 @@ class Candidate:
             for prefix, offers in zip(self.prefixes, self.offers, strict=True)
         ]
 
-    def _rooms(self) -> list[int]:
+    def _rooms(self) -> Sequence[int]:
         """The most tokens of each side in this step, whatever its budget."""
         states = self._kv_cache.states
         if states is None or not self.ends_at_snapshots:
-            return [sys.maxsize] * len(self.sides)
+            return _UNLIMITED[: len(self.sides)]
         return [
             states.first_position(side.table, start, end) - start
             for side, start, end in zip(self.sides, self.starts, self.shared_ends, strict=True)
         ]
+
+    def _look_up(self) -> None:
+        """Finds the cached prefixes."""
+        self._prefixes = [self._find_prefix(side) for side in self.sides]
+        self._measure()
+
+    def _measure(self) -> None:
+        """Counts the tokens of each side behind its prefix."""
+        size, num_groups = self._kv_cache.block_size, self._kv_cache.num_groups
+        starts, left = [], []
+        for side, prefix in zip(self.sides, self._prefixes):
+            starts.append(start := len(prefix.blocks) // num_groups * size)
+            left.append(side.num_tokens - start)
+        self._starts, self._left = starts, left
 
     def _find_prefix(self, side: Request) -> CachedPrefix:
         return CachedPrefix([]) if side.needs_every_position else self._kv_cache.find_prefix(side.table)

@@ -5,7 +5,7 @@ See `kv_cache/state_slots.py`. These policies are for models with sequence state
 
 from __future__ import annotations
 
-from mvllm.kv_cache.state_slots import StateSlots
+from mvllm.kv_cache.state_slots import SnapshotOffers, StateSlots
 from mvllm.scheduler.admission.policy import AdmissionPolicy, Candidate, Decision
 from mvllm.scheduler.request import Request
 
@@ -40,11 +40,13 @@ class SharedPrefixes(AdmissionPolicy):
         self._can_chunk = can_chunk
 
     def decide(self, candidate: Candidate) -> Decision:
+        found: list[SnapshotOffers | None] = []
+        candidate.offers = found
         for side, start, prefix in zip(candidate.sides, candidate.starts, candidate.prefixes, strict=True):
             offers = None
             if self._may_wait(side):
                 offers = self._states.find_offers(side.table, start, side.order, prefix.num_shared_tokens)
-            candidate.offers.append(offers)
+            found.append(offers)
             if offers is not None and offers.wanted:
                 return Decision.PASS_OVER
         candidate.ends_at_snapshots = self._can_chunk
