@@ -21,7 +21,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from ci.eagle_head.prompts import prompts
 SEED = 47
 HELD_OUT = 20
 """One prompt in so many is not trained on."""
+TEXTS_AT_ONCE = 32
 TEXTS_PER_FILE = 16
 TEXTS_PER_STEP = 4
 MAX_PROMPT_TOKENS = 96
@@ -67,7 +68,7 @@ class Text:
     is_held_out: bool
 
 
-def write_texts(model: Path, file: Path, *, num_tokens: int, length: int, platform: str) -> None:
+def write_texts(model: Path, file: Path, *, num_tokens: int, length: int, platform: str, dtype: str) -> None:
     """Lets the model answer prompts, one half greedily, until the answers have `num_tokens` tokens."""
     from mvllm import LLM, SamplingParams  # starts its own threads, before those of training
 
@@ -77,14 +78,14 @@ def write_texts(model: Path, file: Path, *, num_tokens: int, length: int, platfo
             model=str(model),
             platform=platform,
             max_model_len=length + MAX_PROMPT_TOKENS,
-            dtype="float32",
-            max_num_seqs=16,
+            dtype=dtype,
+            max_num_seqs=TEXTS_AT_ONCE,
         ) as llm,
         file.with_suffix(".part").open("w") as lines,
         tqdm(total=num_tokens, unit="token", desc="texts") as bar,
     ):
         numbered = enumerate(prompts(random.Random(SEED)))
-        while made < num_tokens and (batch := list(itertools.islice(numbered, 32))):
+        while made < num_tokens and (batch := list(itertools.islice(numbered, 4 * TEXTS_AT_ONCE))):
             params = [
                 SamplingParams(temperature=0.8 * (number % 2), seed=number, max_tokens=length) for number, _ in batch
             ]
@@ -229,11 +230,12 @@ def train(args: Any) -> list[float]:
             num_tokens=args.tokens,
             length=args.length,
             platform=args.platform,
+            dtype=args.dtype,
         )
     torch.set_num_threads(args.threads)
     torch.manual_seed(SEED)
     texts = read_texts(work / "texts.jsonl")
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     num_layers = model.config.num_hidden_layers
     layers = tuple(args.layers or sorted({2, num_layers // 2, num_layers - 3}))
     files = write_states(model, texts, layers, work)
@@ -241,7 +243,7 @@ def train(args: Any) -> list[float]:
     vocabulary = choose_vocabulary(trained_on, model.config.vocab_size, args.draft_vocab_size)
     head = EagleHead(
         HeadConfig.of_target(model.config, len(vocabulary), layers),
-        model.get_input_embeddings().weight.detach().clone(),
+        model.get_input_embeddings().weight.detach().float(),
     )
     with torch.no_grad():
         head.lm_head.weight.copy_(model.get_output_embeddings().weight[vocabulary])
@@ -249,13 +251,15 @@ def train(args: Any) -> list[float]:
     del model
     draft_ids = torch.full((head.config.vocab_size,), IGNORED)
     draft_ids[vocabulary] = torch.arange(len(vocabulary))
-    fit(head, files, draft_ids, args.epochs)
-    save(head, vocabulary, args.out)
-    return acceptance(head, files, draft_ids)
+    with torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        fit(head, files, draft_ids, args.epochs, lambda: save(head, vocabulary, args.out))
+        return acceptance(head, files, draft_ids)
 
 
-def fit(head: EagleHead, files: list[Path], draft_ids: torch.Tensor, epochs: int) -> None:
-    """Trains the head in place."""
+def fit(
+    head: EagleHead, files: list[Path], draft_ids: torch.Tensor, epochs: int, save_head: Callable[[], None]
+) -> None:
+    """Trains the head in place, and calls `save_head` after each epoch."""
     rng, start = random.Random(SEED), time.monotonic()
     steps = epochs * sum(1 for _ in batches(files, None, held_out=False))
     optimizer = torch.optim.AdamW(head.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
@@ -276,6 +280,7 @@ def fit(head: EagleHead, files: list[Path], draft_ids: torch.Tensor, epochs: int
                 schedule.step()
                 bar.update()
                 bar.set_postfix(loss=f"{float(loss):.3f}")
+            save_head()
             rates = ", ".join(f"{rate:.3f}" for rate in acceptance(head, files, draft_ids))
             tqdm.write(f"epoch {epoch + 1}: acceptance {rates}; {time.monotonic() - start:.0f} s")
 
@@ -292,6 +297,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="*", help="layers before which the head reads states")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--platform", default="cpu")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the model's hidden states, and of the products in training",
+    )
     rates = train(parser.parse_args())
     expected = 1 + sum(math.prod(rates[: i + 1]) for i in range(len(rates)))
     print(f"acceptance by position: {', '.join(f'{rate:.3f}' for rate in rates)}; {expected:.2f} tokens a step")
