@@ -253,3 +253,22 @@ def test_its_pins_are_those_of_the_other_environment_except_for_torch():
     ours, others = pins(REPOSITORY / "ci/constraints/tpu.txt"), pins(CONSTRAINTS)
     assert {name: pin for name, pin in ours.items() if others.get(name, pin) != pin} == {"torch": ours["torch"]}
     assert ours.keys() - others.keys() == {"torch_xla", "absl-py"}
+
+
+def test_the_destructors_of_a_native_library_do_not_change_the_exit_status(tmp_path):
+    """A destructor that libc calls stands for the library; those of Python's `atexit` run."""
+    (tmp_path / "conftest.py").write_text(
+        "import atexit, ctypes, os\n"
+        "crash = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: os.kill(os.getpid(), 11))\n"
+        "ctypes.CDLL(None).__cxa_atexit(crash, None, None)\n"
+        "atexit.register(print, 'left to the end')\n"
+    )
+    (tmp_path / "test_both.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
+
+    def run(*arguments):
+        script = [sys.executable, str(REPOSITORY / "ci" / "without_destructors.py"), "pytest", "-q", "-p", "no:xdist"]
+        ended = subprocess.run([*script, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+        return ended.returncode, ended.stdout.endswith("left to the end\n")
+
+    assert run("-k", "good") == (0, True)
+    assert run("-k", "bad") == (1, True)
