@@ -6,10 +6,10 @@
 
 One request at a time, float32. There are three workloads, each with greedy sampling and at temperature 0.8: stories
 whose text is not in the prompt, stories that the prompt already contains, as when a text is quoted or edited, and JSON
-by a schema. `--work` names others: `edit`, a source file of 200 lines in the prompt that the answer repeats, and
-`batch`, 32 stories at once. The engines alternate in one process; the table shows medians. Every engine's tokens are
-compared with those of the first; a difference ends the run, except where rounding depends on the number of tokens in a
-step: in a batch, and in other dtypes than float32.
+by a schema. `--work` names others: `edit`, a source file of 200 lines in the prompt that the answer repeats; `batch`,
+32 stories at once; and `chat`, the prompts that ci/draft_heads holds out of training. The engines alternate in one
+process; the table shows medians. Every engine's tokens are compared with those of the first; a difference ends the run,
+except where rounding depends on the number of tokens in a step: in a batch, and in other dtypes than float32.
 
 `--config` gives a setting `speculative_config` of its own, and may be repeated; without it the engines have n-grams and
 a draft model. Their number of draft tokens is fixed, unless it says `"adaptive": true`.
@@ -21,6 +21,9 @@ is gained, which shows the cost of a draft pass.
 `--padded` makes the demo model's MLPs 24 times as wide, with zeros: it generates the same tokens, and reads 36 million
 weights per step, like a model large enough to benefit from speculative decoding.
 
+`--llama-cpp PYTHON` measures llama.cpp beside the engines, of an environment with llama-cpp-python, on the same GGUF
+file (`--llama-cpp-model`, if it is not `--model`): without drafts, and with its own n-gram drafts of 3 and 8 tokens.
+
 The table shows the speed-up next to its upper bound, the tokens per step.
 """
 
@@ -28,16 +31,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ci.draft_heads.prompts import HELD_OUT, SEED, prompts
 from mvllm import LLM, SamplingParams, StructuredOutputsParams
 from mvllm.config.hub import find_model
 from mvllm.messages.requests import SchedulerStats
@@ -64,7 +72,9 @@ SCHEMA = {
 }
 PADDING = 24
 MANY = 32
-WORK = ("stories", "copied", "json", "edit", "batch")
+WORK = ("stories", "copied", "json", "edit", "batch", "chat")
+NUM_CHATS = 8
+LLAMA_CPP_DRAFTS = (0, 3, 8)
 
 
 def train_draft(folder: Path) -> None:
@@ -140,8 +150,14 @@ def work_prompts(llm: LLM, work: str) -> list[list[int]]:
     """The prompts of a workload."""
     if work == "edit":
         return file_to_edit(llm)
-    prompts = prompts_of(llm, work == "copied")
-    return [prompts[i % len(prompts)] for i in range(MANY)] if work == "batch" else prompts
+    if work == "chat":
+        asked = [prompt for i, prompt in enumerate(prompts(random.Random(SEED))) if i % HELD_OUT == 0][:NUM_CHATS]
+        return [
+            llm.get_tokenizer().apply_chat_template([{"role": "user", "content": each}], add_generation_prompt=True)
+            for each in asked
+        ]
+    begun = prompts_of(llm, work == "copied")
+    return [begun[i % len(begun)] for i in range(MANY)] if work == "batch" else begun
 
 
 def run(
@@ -180,6 +196,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2, 4], help="tokens of a draft")
     parser.add_argument("--max-tokens", type=int, default=TOKENS, help="tokens of an answer")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--llama-cpp", help="the Python of an environment with llama-cpp-python")
+    parser.add_argument("--llama-cpp-model", help="its GGUF file; --model by default")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
@@ -210,7 +228,8 @@ def main() -> None:
                 )
                 name = f"{work}, T {temperature}"
                 exact = args.dtype == "float32" and work != "batch"
-                measure(engines, prompts, params, args.runs, name, at_once=work == "batch", exact=exact)
+                others = llama_cpp_runs(args, prompts) if not (temperature or form or work == "batch") else {}
+                measure(engines, prompts, params, args.runs, name, others, at_once=work == "batch", exact=exact)
 
 
 def ways_of(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any] | None]:
@@ -238,11 +257,13 @@ def measure(
     params: SamplingParams,
     runs: int,
     work: str,
+    others: dict[str, Callable[[], tuple[float, float]]],
     *,
     at_once: bool,
     exact: bool,
 ) -> None:
-    """Prints the rows of one work."""
+    """Prints the rows of one work. `others` are runs of other engines: they return seconds and tokens per step."""
+    others_found: dict[str, list[tuple[float, float]]] = {way: [] for way in others}
     seconds: dict[str, list[float]] = {way: [] for way in engines}
     expected, rows = None, {}
     for _ in range(runs + 1):  # the first is not counted: it records the steps
@@ -254,6 +275,8 @@ def measure(
             expected = expected or tokens
             if exact and tokens != expected:
                 sys.exit(f"{work}: drafts of {way} have changed the tokens.")
+        for way, run_other in others.items():
+            others_found[way].append(run_other())
     plain = statistics.median(seconds["nothing"][1:])
     generated = sum(map(len, expected or ()))
     for way, (_, guessed, right) in rows.items():
@@ -261,6 +284,30 @@ def measure(
         per_step = generated / (generated - right)
         speed_up = plain / statistics.median(seconds[way][1:])
         print(f"{work:22} {way:24} {share:>7} {per_step:16.2f} {speed_up:8.2f}x")
+    for way, runs_found in others_found.items():
+        taken, rates = zip(*runs_found[1:], strict=True)
+        print(f"{work:22} {way:24} {'':>7} {rates[0]:16.2f} {plain / statistics.median(taken):8.2f}x")
+
+
+def llama_cpp_runs(args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Callable[[], tuple[float, float]]]:
+    """Runs of llama.cpp by their names in the table; none without `--llama-cpp`."""
+    if args.llama_cpp is None:
+        return {}
+    script = Path(__file__).parent / "cpu_bench" / "runners" / "llama_cpp_drafts.py"
+
+    def run_once(num_drafts: int) -> tuple[float, float]:
+        asked = {"model": args.llama_cpp_model or args.model, "threads": args.threads, "prompts": prompts}
+        asked |= {"num_tokens": args.max_tokens, "num_drafts": num_drafts}
+        ended = subprocess.run(
+            [args.llama_cpp, str(script)], input=json.dumps(asked), capture_output=True, text=True, check=True
+        )
+        found = json.loads(ended.stdout.splitlines()[-1])
+        return found["seconds"], sum(map(len, found["tokens"])) / found["num_steps"]
+
+    return {
+        f"llama.cpp, {f'n-grams, {number}' if number else 'nothing'}": partial(run_once, number)
+        for number in LLAMA_CPP_DRAFTS
+    }
 
 
 if __name__ == "__main__":

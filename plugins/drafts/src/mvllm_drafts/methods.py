@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from mvllm.extension_api import ModelError
@@ -20,6 +21,9 @@ from mvllm_drafts.eagle_config import overrides, read_layout
 _TREE_DEPTH, _CACHED_REQUESTS = 24, 10_000
 _CACHED_TOKENS = 1 << 20
 _PREFIX = "suffix_decoding_"
+_DEMO = "demo"
+DEMO_HEAD = Path(__file__).parent / "demo_head"
+"""The folder of the EAGLE-3 head of mvllm's demo model."""
 _ONE_BY_ONE = "mvllm.extension_api.draft_heads:HeadProposer"
 
 
@@ -110,18 +114,26 @@ def head_config(settings: DraftSettings) -> HFConfig:
         ConfigError: No model is named.
         ModelError: The file cannot be read.
     """
+    return settings.read_config(head_name(settings), settings.text("revision"))
+
+
+def build_head(settings: DraftSettings, hf_overrides: Mapping[str, Any]) -> ModelConfig:
+    """The config of a head. Positions go as far as the served model's: heads are trained on shorter texts."""
+    name, revision, quantization = head_name(settings), settings.text("revision"), settings.text("quantization")
+    draft = settings.build_model(name, revision, quantization, hf_overrides)
+    return replace(draft, max_model_len=settings.target.max_model_len)
+
+
+def head_name(settings: DraftSettings) -> str:
+    """The folder or name of the head; `demo` is the head in this package.
+
+    Raises:
+        ConfigError: No model is named.
+    """
     name = settings.text("model")
     if name is None:
         raise ConfigError(
             f"speculative_config: the method {settings.method!r} needs the head's checkpoint. Set model to its folder "
             "or name."
         )
-    return settings.read_config(name, settings.text("revision"))
-
-
-def build_head(settings: DraftSettings, hf_overrides: Mapping[str, Any]) -> ModelConfig:
-    """The config of a head. Positions go as far as the served model's: heads are trained on shorter texts."""
-    name = settings.text("model")
-    assert name is not None, "head_config has checked it"
-    draft = settings.build_model(name, settings.text("revision"), settings.text("quantization"), hf_overrides)
-    return replace(draft, max_model_len=settings.target.max_model_len)
+    return str(DEMO_HEAD) if name == _DEMO and settings.method == Eagle3Method.name else name

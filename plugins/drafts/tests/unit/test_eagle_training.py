@@ -9,8 +9,8 @@ import pytest
 import torch
 from plugins.drafts.tests.eagle_heads import EPS, HEAD_SIZE, HEADS, KV_HEADS, MLP_SIZE, SIZE, ReferenceHead
 
-from ci.eagle_head.head import EagleHead, HeadConfig
-from ci.eagle_head.train import IGNORED, loss_of, save, to_draft_tokens
+from ci.draft_heads.head import EagleHead, HeadConfig
+from ci.draft_heads.train import IGNORED, loss_of, save, to_draft_tokens
 from tests.helpers.model_zoo import VOCAB_SIZE
 
 T = 6
@@ -30,7 +30,7 @@ def head() -> EagleHead:
 @torch.inference_mode()
 def test_each_pass_gives_the_logits_of_that_draft_token(head: EagleHead, tmp_path: Path) -> None:
     tokens, states = torch.randint(VOCAB_SIZE, (1, T)), torch.randn(1, T, 3 * SIZE)
-    passes = head(tokens, states, 3)
+    passes = head.draft(tokens, states, 3)
     save(head, torch.arange(0, 250, 5), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     reference = ReferenceHead(tmp_path, {"model.embed_tokens.weight": head.embedding})

@@ -1,4 +1,16 @@
-"""The head of EAGLE-3 in plain torch, for training; its state dict has the names of published checkpoints."""
+"""The heads of EAGLE-3 and of multi-token prediction in plain torch, for training.
+
+In training a head runs several passes, as in drafting, over all positions at once.
+
+    pass   reads at position p                          predicts
+    1      states p, token p + 1                        token p + 2
+    2      its own result at p - 1, token p + 1         token p + 2, as the second draft token
+    3      that result at p - 1, token p + 1            token p + 2, as the third
+
+In pass n a position attends to the keys of pass 1 up to n - 1 positions before, and to one key of each later pass.
+
+State dicts have the names of published checkpoints; those of an MTP module stand below `model.mtp_layers.0` there.
+"""
 
 from __future__ import annotations
 
@@ -85,19 +97,23 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention whose queries of a later pass also see the keys of the passes before, see `EagleHead`."""
+    """Self-attention whose queries of a later pass also see the keys of the passes before.
 
-    def __init__(self, config: HeadConfig) -> None:
+    Args:
+        input_size: Elements of what it reads.
+    """
+
+    def __init__(self, config: HeadConfig, input_size: int) -> None:
         super().__init__()
         self._config = config
         width, kv_width = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-        self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
+        self.q_proj = nn.Linear(input_size, width, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, cache: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """[B, T, 2 * hidden_size] to [B, T, hidden_size].
+        """[B, T, input_size] to [B, T, hidden_size].
 
         Args:
             cache: Keys and values of the passes before, [B, heads, T, head_size] each; those of this pass are appended.
@@ -148,14 +164,14 @@ class MLP(nn.Module):
         return result
 
 
-class Layer(nn.Module):
+class EagleLayer(nn.Module):
     """The only layer: attention over (embedding, state), and an MLP."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm, self.hidden_norm = RMSNorm(size, eps), RMSNorm(size, eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, 2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(config)
 
@@ -170,14 +186,7 @@ class Layer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The head. In training it runs several passes, as in drafting, over all positions at once.
-
-        pass   reads at position p                          predicts
-        1      states p, token p + 1                        token p + 2
-        2      its own result at p - 1, token p + 1         token p + 2, as the second draft token
-        3      that result at p - 1, token p + 1            token p + 2, as the third
-
-    In pass n a position attends to the keys of pass 1 up to n - 1 positions before, and to one key of each later pass.
+    """The head of EAGLE-3, whose first pass reads states of several layers.
 
     Args:
         embedding: [vocab_size, hidden_size]: the served model's.
@@ -187,13 +196,13 @@ class EagleHead(nn.Module):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(len(config.target_layers) * config.hidden_size, config.hidden_size, bias=False)
-        self.midlayer = Layer(config)
+        self.midlayer = EagleLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.embedding: torch.Tensor
         self.register_buffer("embedding", embedding, persistent=False)
 
-    def forward(self, next_tokens: torch.Tensor, states: torch.Tensor, num_passes: int) -> list[torch.Tensor]:
+    def draft(self, next_tokens: torch.Tensor, states: torch.Tensor, num_passes: int) -> list[torch.Tensor]:
         """Logits of each pass, [B, T, draft_vocab_size]. Those of pass n are valid from position n - 1 on.
 
         Args:
@@ -208,4 +217,52 @@ class EagleHead(nn.Module):
                 x = x.roll(1, dims=1)
             x = self.midlayer(embeddings, x, cache)
             logits.append(self.lm_head(self.norm(x)))
+        return logits
+
+
+class DecoderLayer(nn.Module):
+    """A decoder layer of Llama."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.self_attn = Attention(config, size)
+        self.mlp = MLP(config)
+
+    def forward(self, x: torch.Tensor, cache: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """[B, T, hidden_size] each."""
+        x = x + self.self_attn(self.input_layernorm(x), cache)
+        result: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return result
+
+
+class MTPModule(DecoderLayer):
+    """An MTP module as that of MiMo: a layer behind a projection. It predicts every token.
+
+    Args:
+        embedding: [vocab_size, hidden_size]: the served model's, which is also its output matrix.
+    """
+
+    def __init__(self, config: HeadConfig, embedding: torch.Tensor) -> None:
+        super().__init__(config)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.config = config
+        self.token_layernorm, self.hidden_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.input_proj = nn.Linear(2 * size, size, bias=False)
+        self.final_layernorm = RMSNorm(size, eps)
+        self.embedding: torch.Tensor
+        self.register_buffer("embedding", embedding, persistent=False)
+
+    def draft(self, next_tokens: torch.Tensor, states: torch.Tensor, num_passes: int) -> list[torch.Tensor]:
+        """As `EagleHead.draft`. The states are the model's last ones, behind its norm."""
+        embeddings = self.token_layernorm(self.embedding[next_tokens])
+        x, cache = states, list[tuple[torch.Tensor, torch.Tensor]]()
+        logits = []
+        for number in range(num_passes):
+            if number:
+                x = x.roll(1, dims=1)
+            both = torch.cat((self.hidden_layernorm(x), embeddings), dim=-1)
+            x = self.final_layernorm(super().forward(self.input_proj(both), cache))
+            logits.append(functional.linear(x, self.embedding))
         return logits

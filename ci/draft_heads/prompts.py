@@ -5,6 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+SEED = 47
+"""Of the order of prompts."""
+HELD_OUT = 20
+"""One prompt in so many, in that order, is not trained on."""
 REQUESTS = (
     "Explain {topic} to a child.",
     "Write a short story about {topic}.",

@@ -1,13 +1,16 @@
-"""Trains an EAGLE-3 head for a small Llama on text that the model itself writes.
+"""Trains an EAGLE-3 head, or an MTP module, for a small Llama on text that the model itself writes.
 
-    python -m ci.eagle_head.train --model FOLDER --out FOLDER [--tokens 200000] [--epochs 3] [--threads 1]
+    python -m ci.draft_heads.train --model FOLDER --out FOLDER [--tokens 200000] [--epochs 3] [--threads 1]
+    python -m ci.draft_heads.train --model demo --out FOLDER --draft-vocab-size 1024 --layers 1 2 4 --epochs 6
+    python -m ci.draft_heads.train --model demo --method mtp --out FOLDER --epochs 6
 
     prompts ──mvllm──> texts ──transformers──> states before three layers, most likely next tokens
                                                └ AdamW over several passes, as in drafting (EagleHead) ──> a checkpoint
 
 One prompt in twenty is held out; the log says how often the first, second, third draft token of held-out texts is
 right if those before it are. `--out` then holds a checkpoint in the published layout, for
-`speculative_config={"method": "eagle3", "model": OUT}`. A GGUF file is converted to a folder first
+`speculative_config={"method": "eagle3", "model": OUT}`; with `--method mtp` it holds the model and the module, as a
+checkpoint of MiMo, for `LLM(OUT, speculative_config={"method": "mtp"})`. A GGUF file is converted to a folder first
 (`python tests/published/convert.py FILE FOLDER`), and named by `--text-model`: it has the tokenizer.
 
 Texts and states are kept in OUT/work and are not made again if the run is repeated.
@@ -20,9 +23,11 @@ import itertools
 import json
 import math
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +37,11 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ci.eagle_head.head import EagleHead, HeadConfig
-from ci.eagle_head.prompts import prompts
+from ci.demo_model.chats import draw_chat
+from ci.draft_heads.head import EagleHead, HeadConfig, MTPModule
+from ci.draft_heads.prompts import HELD_OUT, SEED, prompts
+from mvllm.config.hub import DEMO, find_model
 
-SEED = 47
-HELD_OUT = 20
-"""One prompt in so many is not trained on."""
 TEXTS_AT_ONCE = 32
 TEXTS_PER_FILE = 16
 TEXTS_PER_STEP = 4
@@ -68,14 +72,22 @@ class Text:
     is_held_out: bool
 
 
-def write_texts(model: Path, file: Path, *, num_tokens: int, length: int, platform: str, dtype: str) -> None:
-    """Lets the model answer prompts, one half greedily, until the answers have `num_tokens` tokens."""
+def demo_prompts(rng: random.Random) -> Iterator[str]:
+    """What people say to the demo model, without end."""
+    while True:
+        yield next(message.content for message in draw_chat(rng) if message.role == "user")
+
+
+def write_texts(
+    model: str, asked: Iterator[str], file: Path, *, num_tokens: int, length: int, platform: str, dtype: str
+) -> None:
+    """Lets the model answer what is asked, one half greedily, until the answers have `num_tokens` tokens."""
     from mvllm import LLM, SamplingParams  # starts its own threads, before those of training
 
     made = 0
     with (
         LLM(
-            model=str(model),
+            model=model,
             platform=platform,
             max_model_len=length + MAX_PROMPT_TOKENS,
             dtype=dtype,
@@ -84,7 +96,7 @@ def write_texts(model: Path, file: Path, *, num_tokens: int, length: int, platfo
         file.with_suffix(".part").open("w") as lines,
         tqdm(total=num_tokens, unit="token", desc="texts") as bar,
     ):
-        numbered = enumerate(prompts(random.Random(SEED)))
+        numbered = enumerate(asked)
         while made < num_tokens and (batch := list(itertools.islice(numbered, 4 * TEXTS_AT_ONCE))):
             params = [
                 SamplingParams(temperature=0.8 * (number % 2), seed=number, max_tokens=length) for number, _ in batch
@@ -177,12 +189,12 @@ def to_draft_tokens(labels: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tens
 
 
 def loss_of(
-    head: EagleHead, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], draft_ids: torch.Tensor
+    head: EagleHead | MTPModule, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], draft_ids: torch.Tensor
 ) -> torch.Tensor:
     """Cross-entropy over the passes."""
     next_tokens, labels, states = batch
     targets, total = to_draft_tokens(labels, draft_ids), torch.zeros(())
-    for number, logits in enumerate(head(next_tokens, states, NUM_PASSES)):
+    for number, logits in enumerate(head.draft(next_tokens, states, NUM_PASSES)):
         valid = targets[:, number:].flatten()
         if (valid != IGNORED).any():
             loss = functional.cross_entropy(logits[:, number:].flatten(0, 1), valid, ignore_index=IGNORED)
@@ -191,13 +203,13 @@ def loss_of(
 
 
 @torch.inference_mode()
-def acceptance(head: EagleHead, files: list[Path], draft_ids: torch.Tensor) -> list[float]:
+def acceptance(head: EagleHead | MTPModule, files: list[Path], draft_ids: torch.Tensor) -> list[float]:
     """How often each draft token of held-out texts is right, if those before it are."""
     right, tried = [0] * NUM_PASSES, [0] * NUM_PASSES
     for next_tokens, labels, states in batches(files, None, held_out=True):
         targets = to_draft_tokens(labels, draft_ids)
         so_far = torch.ones_like(labels, dtype=torch.bool)
-        for number, logits in enumerate(head(next_tokens, states, NUM_PASSES)):
+        for number, logits in enumerate(head.draft(next_tokens, states, NUM_PASSES)):
             if number:
                 so_far = so_far.roll(1, dims=1)
                 so_far[:, :number] = False
@@ -219,14 +231,52 @@ def save(head: EagleHead, vocabulary: torch.Tensor, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config.published(), indent=1) + "\n")
 
 
+def save_with_module(module: MTPModule, model: PreTrainedModel, folder: Path) -> None:
+    """Writes a checkpoint of MiMo: the Llama with biases of 0, and the module."""
+    tensors = {
+        **model.state_dict(),
+        **{f"model.mtp_layers.0.{name}": tensor for name, tensor in module.state_dict().items()},
+    }
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    for name, tensor in list(tensors.items()):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            tensors[f"{name.removesuffix('weight')}bias"] = torch.zeros(len(tensor))
+    stored = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = model.config.to_dict() | {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "num_nextn_predict_layers": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def make_eagle(model: PreTrainedModel, vocabulary: torch.Tensor, layers: tuple[int, ...]) -> EagleHead:
+    """A head that begins with the model's output matrix and last norm."""
+    head = EagleHead(HeadConfig.of_target(model.config, len(vocabulary), layers), embedding_of(model))
+    with torch.no_grad():
+        head.lm_head.weight.copy_(model.get_output_embeddings().weight[vocabulary])
+        head.norm.weight.copy_(model.model.norm.weight)
+    return head
+
+
+def embedding_of(model: PreTrainedModel) -> torch.Tensor:
+    """float32 [vocab_size, hidden_size]."""
+    return model.get_input_embeddings().weight.detach().float()
+
+
 def train(args: Any) -> list[float]:
     """Makes what is missing, and trains. Returns the acceptance of each draft token."""
     work = args.out / "work"
     work.mkdir(parents=True, exist_ok=True)
-    if not (work / "texts.jsonl").exists():
+    texts_file = args.texts or work / "texts.jsonl"
+    if not texts_file.exists():
+        rng = random.Random(SEED)
         write_texts(
-            args.text_model or args.model,
-            work / "texts.jsonl",
+            str(args.text_model or args.model),
+            demo_prompts(rng) if args.model == DEMO else prompts(rng),
+            texts_file,
             num_tokens=args.tokens,
             length=args.length,
             platform=args.platform,
@@ -234,30 +284,34 @@ def train(args: Any) -> list[float]:
         )
     torch.set_num_threads(args.threads)
     torch.manual_seed(SEED)
-    texts = read_texts(work / "texts.jsonl")
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
-    num_layers = model.config.num_hidden_layers
-    layers = tuple(args.layers or sorted({2, num_layers // 2, num_layers - 3}))
-    files = write_states(model, texts, layers, work)
-    trained_on = [text for text in texts if not text.is_held_out]
-    vocabulary = choose_vocabulary(trained_on, model.config.vocab_size, args.draft_vocab_size)
-    head = EagleHead(
-        HeadConfig.of_target(model.config, len(vocabulary), layers),
-        model.get_input_embeddings().weight.detach().float(),
-    )
-    with torch.no_grad():
-        head.lm_head.weight.copy_(model.get_output_embeddings().weight[vocabulary])
-        head.norm.weight.copy_(model.model.norm.weight)
-    del model
-    draft_ids = torch.full((head.config.vocab_size,), IGNORED)
+    texts, folder = read_texts(texts_file), find_model(args.model)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
+    num_layers, vocab_size = model.config.num_hidden_layers, model.config.vocab_size
+    if args.method == "mtp":
+        files = write_states(model, texts, (num_layers,), work)  # the last ones, behind the norm
+        vocabulary = torch.arange(vocab_size)
+        module = MTPModule(HeadConfig.of_target(model.config, vocab_size, ()), embedding_of(model))
+        head: EagleHead | MTPModule = module
+        save_head = partial(save_with_module, module, model, args.out)
+        for file in folder.glob("*token*.json"):
+            shutil.copy(file, args.out)
+    else:
+        layers = tuple(args.layers or sorted({2, num_layers // 2, num_layers - 3}))
+        files = write_states(model, texts, layers, work)
+        trained_on = [text for text in texts if not text.is_held_out]
+        vocabulary = choose_vocabulary(trained_on, vocab_size, args.draft_vocab_size)
+        head = eagle = make_eagle(model, vocabulary, layers)
+        save_head = partial(save, eagle, vocabulary, args.out)
+        del model
+    draft_ids = torch.full((vocab_size,), IGNORED)
     draft_ids[vocabulary] = torch.arange(len(vocabulary))
     with torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        fit(head, files, draft_ids, args.epochs, lambda: save(head, vocabulary, args.out))
+        fit(head, files, draft_ids, args.epochs, save_head)
         return acceptance(head, files, draft_ids)
 
 
 def fit(
-    head: EagleHead, files: list[Path], draft_ids: torch.Tensor, epochs: int, save_head: Callable[[], None]
+    head: EagleHead | MTPModule, files: list[Path], draft_ids: torch.Tensor, epochs: int, save_head: Callable[[], None]
 ) -> None:
     """Trains the head in place, and calls `save_head` after each epoch."""
     rng, start = random.Random(SEED), time.monotonic()
@@ -287,9 +341,11 @@ def fit(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="folder of the model, a Llama")
+    parser.add_argument("--model", required=True, help="folder of the model, a Llama, or demo")
     parser.add_argument("--text-model", type=Path, help="model that writes the texts, if not --model: its GGUF file")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--method", choices=("eagle3", "mtp"), default="eagle3")
+    parser.add_argument("--texts", type=Path, help="texts of an earlier run, OUT/work/texts.jsonl by default")
     parser.add_argument("--tokens", type=int, default=200_000, help="tokens of all answers")
     parser.add_argument("--length", type=int, default=192, help="most tokens of an answer")
     parser.add_argument("--epochs", type=int, default=3)
