@@ -188,6 +188,9 @@ class EagleLayer(nn.Module):
 class EagleHead(nn.Module):
     """The head of EAGLE-3, whose first pass reads states of several layers.
 
+    In a trained model a few elements of the residual stream are a hundred times as large as the others. So training
+    scales each of them by `scale`.
+
     Args:
         embedding: [vocab_size, hidden_size]: the served model's.
     """
@@ -201,6 +204,12 @@ class EagleHead(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.embedding: torch.Tensor
         self.register_buffer("embedding", embedding, persistent=False)
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.ones(self.fc.in_features), persistent=False)
+
+    def published(self) -> dict[str, torch.Tensor]:
+        """The tensors of a published checkpoint, float32: the matrix `fc` reads states that are not scaled."""
+        return self.state_dict() | {"fc.weight": self.fc.weight.detach() * self.scale}
 
     def draft(self, next_tokens: torch.Tensor, states: torch.Tensor, num_passes: int) -> list[torch.Tensor]:
         """Logits of each pass, [B, T, draft_vocab_size]. Those of pass n are valid from position n - 1 on.
@@ -210,7 +219,7 @@ class EagleHead(nn.Module):
             states: [B, T, layers * hidden_size]: of the served model.
         """
         embeddings = self.embedding[next_tokens]
-        x, cache = self.fc(states), list[tuple[torch.Tensor, torch.Tensor]]()
+        x, cache = self.fc(states * self.scale), list[tuple[torch.Tensor, torch.Tensor]]()
         logits = []
         for number in range(num_passes):
             if number:

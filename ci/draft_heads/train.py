@@ -1,8 +1,8 @@
 """Trains an EAGLE-3 head, or an MTP module, for a small Llama on text that the model itself writes.
 
     python -m ci.draft_heads.train --model FOLDER --out FOLDER [--tokens 200000] [--epochs 3] [--threads 1]
-    python -m ci.draft_heads.train --model demo --out FOLDER --draft-vocab-size 1024 --layers 1 2 4 --epochs 6
-    python -m ci.draft_heads.train --model demo --method mtp --out FOLDER --epochs 6
+    python -m ci.draft_heads.train --model demo --out FOLDER --draft-vocab-size 1024 --layers 1 2 4
+    python -m ci.draft_heads.train --model demo --method mtp --out FOLDER
 
     prompts ──mvllm──> texts ──transformers──> states before three layers, most likely next tokens
                                                └ AdamW over several passes, as in drafting (EagleHead) ──> a checkpoint
@@ -44,7 +44,6 @@ from mvllm.config.hub import DEMO, find_model
 
 TEXTS_AT_ONCE = 32
 TEXTS_PER_FILE = 16
-TEXTS_PER_STEP = 4
 MAX_PROMPT_TOKENS = 96
 NUM_PASSES = 3
 PASS_WEIGHT = 0.8
@@ -52,6 +51,8 @@ PASS_WEIGHT = 0.8
 PEAK_LEARNING_RATE = 1e-3
 WARM_UP = 0.05
 IGNORED = -100
+FIRST_USUAL_POSITION = 8
+"""States of the positions before it are unusually large in many models."""
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """`next_tokens`, `labels` and `states`, see `write_states`."""
@@ -164,8 +165,10 @@ def choose_vocabulary(texts: list[Text], vocab_size: int, size: int) -> torch.Te
     return counts.topk(min(size, vocab_size)).indices.sort().values
 
 
-def batches(files: list[Path], rng: random.Random | None, *, held_out: bool) -> Iterator[Batch]:
-    """`next_tokens`, `labels` and `states` of TEXTS_PER_STEP texts, in random order with `rng`."""
+def batches(
+    files: list[Path], rng: random.Random | None, *, held_out: bool, size: int = TEXTS_PER_FILE
+) -> Iterator[Batch]:
+    """`next_tokens`, `labels` and `states` of `size` texts, in random order with `rng`."""
     order = list(files)
     if rng is not None:
         rng.shuffle(order)
@@ -174,8 +177,8 @@ def batches(files: list[Path], rng: random.Random | None, *, held_out: bool) -> 
         rows = (values["is_held_out"] == held_out).nonzero()[:, 0].tolist()
         if rng is not None:
             rng.shuffle(rows)
-        for begin in range(0, len(rows), TEXTS_PER_STEP):
-            chosen = rows[begin : begin + TEXTS_PER_STEP]
+        for begin in range(0, len(rows), size):
+            chosen = rows[begin : begin + size]
             yield (
                 values["next_tokens"][chosen].long(),
                 values["labels"][chosen].long(),
@@ -225,7 +228,7 @@ def save(head: EagleHead, vocabulary: torch.Tensor, folder: Path) -> None:
     config = head.config
     chosen = torch.zeros(config.vocab_size, dtype=torch.bool)
     chosen[vocabulary] = True
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
+    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in head.published().items()}
     tensors |= {"d2t": vocabulary - torch.arange(len(vocabulary)), "t2d": chosen}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config.published(), indent=1) + "\n")
@@ -252,12 +255,20 @@ def save_with_module(module: MTPModule, model: PreTrainedModel, folder: Path) ->
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def make_eagle(model: PreTrainedModel, vocabulary: torch.Tensor, layers: tuple[int, ...]) -> EagleHead:
-    """A head that begins with the model's output matrix and last norm."""
+def make_eagle(
+    model: PreTrainedModel, vocabulary: torch.Tensor, layers: tuple[int, ...], states: torch.Tensor
+) -> EagleHead:
+    """A head that begins with the model's output matrix, and with logits that vary by about 1.
+
+    Args:
+        states: [..., layers * hidden_size]: some of what the head reads.
+    """
     head = EagleHead(HeadConfig.of_target(model.config, len(vocabulary), layers), embedding_of(model))
+    output = model.get_output_embeddings().weight[vocabulary].float()
     with torch.no_grad():
-        head.lm_head.weight.copy_(model.get_output_embeddings().weight[vocabulary])
-        head.norm.weight.copy_(model.model.norm.weight)
+        head.lm_head.weight.copy_(output)
+        head.norm.weight.fill_(1 / (output.std() * math.sqrt(output.shape[1])))
+        head.scale.copy_(states.flatten(0, -2).float().square().mean(0).add(1e-6).rsqrt())
     return head
 
 
@@ -300,22 +311,29 @@ def train(args: Any) -> list[float]:
         files = write_states(model, texts, layers, work)
         trained_on = [text for text in texts if not text.is_held_out]
         vocabulary = choose_vocabulary(trained_on, vocab_size, args.draft_vocab_size)
-        head = eagle = make_eagle(model, vocabulary, layers)
+        some = load_file(files[0])["states"][:, FIRST_USUAL_POSITION:]
+        head = eagle = make_eagle(model, vocabulary, layers, some)
         save_head = partial(save, eagle, vocabulary, args.out)
         del model
     draft_ids = torch.full((vocab_size,), IGNORED)
     draft_ids[vocabulary] = torch.arange(len(vocabulary))
     with torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        fit(head, files, draft_ids, args.epochs, save_head)
+        fit(head, files, draft_ids, save_head, epochs=args.epochs, texts_per_step=args.texts_per_step)
         return acceptance(head, files, draft_ids)
 
 
 def fit(
-    head: EagleHead | MTPModule, files: list[Path], draft_ids: torch.Tensor, epochs: int, save_head: Callable[[], None]
+    head: EagleHead | MTPModule,
+    files: list[Path],
+    draft_ids: torch.Tensor,
+    save_head: Callable[[], None],
+    *,
+    epochs: int,
+    texts_per_step: int,
 ) -> None:
     """Trains the head in place, and calls `save_head` after each epoch."""
     rng, start = random.Random(SEED), time.monotonic()
-    steps = epochs * sum(1 for _ in batches(files, None, held_out=False))
+    steps = epochs * sum(1 for _ in batches(files, None, held_out=False, size=texts_per_step))
     optimizer = torch.optim.AdamW(head.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
     warm_up = max(1, int(WARM_UP * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -324,7 +342,7 @@ def fit(
     )
     with tqdm(total=steps, desc="training") as bar:
         for epoch in range(epochs):
-            for batch in batches(files, rng, held_out=False):
+            for batch in batches(files, rng, held_out=False, size=texts_per_step):
                 loss = loss_of(head, batch, draft_ids)
                 if loss.requires_grad:
                     loss.backward()
@@ -349,6 +367,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200_000, help="tokens of all answers")
     parser.add_argument("--length", type=int, default=192, help="most tokens of an answer")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--texts-per-step", type=int, default=4, help=f"at most {TEXTS_PER_FILE}")
     parser.add_argument("--draft-vocab-size", type=int, default=8192)
     parser.add_argument("--layers", type=int, nargs="*", help="layers before which the head reads states")
     parser.add_argument("--threads", type=int, default=1)

@@ -41,7 +41,9 @@ class RequestStateSlots:
         position: Tokens that the state in `source` has consumed, after the plans made so far.
         next_snapshot: The next position at which its state is kept. Steps end there.
         prompt_snapshots: Positions to keep besides the multiples of the interval, in ascending order.
-        draft_slots: The slots behind each draft token that a step in flight verifies.
+        draft_slots: The slots behind each draft token of its last step, if that is in flight.
+        older_draft_slots: Those of each step in flight before that one, the oldest first.
+        planned_draft_slots: Those of the step that is being planned.
         pending: Snapshots that have no hash yet: position and slot.
         num_prompt_tokens: Length of the prompt.
         has_siblings: Other requests have the same prompt.
@@ -59,8 +61,10 @@ class RequestStateSlots:
         "next_snapshot",
         "num_prompt_tokens",
         "num_starts",
+        "older_draft_slots",
         "order",
         "pending",
+        "planned_draft_slots",
         "position",
         "prompt_snapshots",
         "slot",
@@ -72,6 +76,8 @@ class RequestStateSlots:
         self.has_siblings = has_siblings
         self.slot = self.source = -1
         self.draft_slots: list[int] = []
+        self.older_draft_slots: list[list[int]] = []
+        self.planned_draft_slots: list[int] = []
         self.position = 0
         self.next_snapshot = NO_POSITION
         self.prompt_snapshots: list[int] = []
@@ -83,8 +89,8 @@ class RequestStateSlots:
 
     @property
     def written(self) -> list[int]:
-        """The slots that no other request reads: `slot` and `draft_slots`."""
-        return [self.slot, *self.draft_slots]
+        """The slots that no other request reads: `slot` and those of draft tokens."""
+        return [self.slot, *self.draft_slots, *(slot for slots in self.older_draft_slots for slot in slots)]
 
     @property
     def held(self) -> list[int]:

@@ -31,6 +31,10 @@ results are back, the request goes on with the one behind the last accepted toke
 
     tokens        known     draft     draft     draft
     writes        slot 2    slot 5    slot 6    slot 8       two draft tokens are accepted: the next step reads slot 6
+
+If the next step is planned before these results are back, it reads BEHIND_ACCEPTED, which the worker knows, and writes
+slot 2 again. The slots of the draft tokens are freed when the results are back: a plan that writes them is executed
+later. Such a step never comes to a snapshot: its position would have to be known.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.host_tier import HostTier, PoolTier
 from mvllm.kv_cache.request_state_slots import NO_POSITION, AwaitedSnapshot, RequestStateSlots
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
+from mvllm.messages.scheduler_output import BEHIND_ACCEPTED
 
 LEAST_DISTANCE = 64
 """Default of StateSlots."""
@@ -316,7 +321,7 @@ class StateSlots:
             self._pool.free([slot])
         state.slot = state.source = -1
         state.position = 0
-        state.draft_slots = []
+        state.draft_slots, state.older_draft_slots = [], []
         state.next_snapshot = NO_POSITION
         state.pending.clear()
         self._with_pending.pop(table, None)
@@ -348,8 +353,11 @@ class StateSlots:
         for table, end in zip(tables, ends, strict=True):
             state = table.state
             source, slot = state.source, state.slot
-            reads.append(source)
+            reads.append(BEHIND_ACCEPTED if state.draft_slots else source)
             writes.append(slot)
+            if state.draft_slots:
+                state.older_draft_slots.append(state.draft_slots)
+            state.draft_slots, state.planned_draft_slots = state.planned_draft_slots, []
             if source != slot:
                 if source >= 0:
                     self._pool.free([source])
@@ -361,18 +369,23 @@ class StateSlots:
 
     def reserve_draft_slots(self, state: RequestStateSlots, count: int) -> None:
         """Allocates the slots of a step's draft tokens. The caller has checked `num_verifiable`."""
-        state.draft_slots = self._pool.allocate(count)
+        state.planned_draft_slots = self._pool.allocate(count)
 
     def accept_drafts(self, table: BlockTable, count: int) -> None:
         """Goes on with the state behind the last accepted draft token, or behind the known tokens if none is accepted.
 
+        If a later step is in flight, which has read that state, its slots only become free.
+
         Args:
-            count: Draft tokens that were accepted.
+            count: Draft tokens that were accepted in the oldest step in flight with draft tokens.
         """
         state = table.state
-        slots = [state.slot, *state.draft_slots]
-        state.slot = state.source = slots.pop(count)
-        state.draft_slots = []
+        if state.older_draft_slots:
+            slots = state.older_draft_slots.pop(0)
+        else:
+            slots = [state.slot, *state.draft_slots]
+            state.slot = state.source = slots.pop(count)
+            state.draft_slots = []
         for slot in slots:
             self._pool.free([slot])
         state.position += count

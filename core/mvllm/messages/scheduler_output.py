@@ -23,6 +23,8 @@ from mvllm.messages.sampling_params import SamplingParams
 
 PLACEHOLDER = -1
 """Stands in a plan for a draft token that only the workers know."""
+BEHIND_ACCEPTED = -2
+"""In `read_slots`."""
 
 
 class NewRequestData(msgspec.Struct, array_like=True):
@@ -90,7 +92,9 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
         masks_follow: Whether masks are sent later because they depend on unknown tokens. Workers then sample only in
             `WorkerProtocol.sample_tokens`, which has the masks. Requires workers with that method.
         read_slots: Of models with sequence states, the state slot that each of `rows` reads; -1 for a sequence that
-            starts, whose state is zeros. Empty for other models.
+            starts, whose state is zeros. BEHIND_ACCEPTED for a row whose last step has draft tokens and was not back
+            when the plan was made: the worker takes the slot behind the last token of that step that it has accepted.
+            Empty for other models.
         write_slots: The state slot that each of `rows` writes: the state behind its known tokens. Empty for models
             without sequence states.
         draft_slots: By position in `rows`, for rows with draft tokens in models with sequence states: the state slots

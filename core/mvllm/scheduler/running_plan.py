@@ -129,10 +129,12 @@ class RunningPlan:
         """Plans the last known token of a request, which needs a block or may have draft tokens.
 
         Returns:
-            Whether it samples. It waits if a draft token in flight may be its last token. None if blocks are missing;
-            then no further request is planned.
+            Whether it samples. It waits if a draft token in flight may be its last token, or its state may be kept
+            behind one. None if blocks are missing; then no further request is planned.
         """
-        if request.num_drafts_in_flight and request.max_num_tokens_in_flight >= request.max_num_tokens:
+        if request.num_drafts_in_flight and (
+            request.max_num_tokens_in_flight >= request.max_num_tokens or self._states.may_reach_snapshot(request)
+        ):
             return False
         drafts = request.draft_token_ids
         if self._is_speculative and (drafts or request.has_token_in_flight):

@@ -126,7 +126,7 @@ class Scheduler:
         times_swaps = swaps and preemption_mode == AUTO
         self._step_times = StepTimeModel() if config.long_prefill_slowdown or times_swaps else None
         swapper = Swapper(preemption_mode, kv_cache, copy_costs, self._step_times) if swaps else None
-        plans_ahead = workers_keep_drafts and num_stages == 1 and kv_cache.states is None
+        plans_ahead = workers_keep_drafts and num_stages == 1
         self._planner = StepPlanner(
             config,
             self.requests,

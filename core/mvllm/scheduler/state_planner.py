@@ -57,8 +57,14 @@ class StatePlanner:
         states, state = self._states, request.table.state
         if states is None:
             return sys.maxsize
-        room = state.next_snapshot - request.num_tokens  # the state behind the last draft token may be a snapshot
+        # The state behind the last draft token may be a snapshot.
+        room = state.next_snapshot - request.max_num_tokens_in_flight
         return min(room, states.num_verifiable(num_spare=2 if others_wait else 0))
+
+    def may_reach_snapshot(self, request: Request) -> bool:
+        """Whether the next step of a request with draft tokens in flight may come to a position where its state is
+        kept."""
+        return self._states is not None and request.max_num_tokens_in_flight >= request.table.state.next_snapshot
 
     def reserve_draft_slots(self, request: Request, count: int) -> None:
         """Allocates the slots behind each of the draft tokens of a request in this step."""

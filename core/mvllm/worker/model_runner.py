@@ -552,6 +552,8 @@ class ModelRunner:
         output, tokens = result.read()
         accepted = {plan.rows[position]: drafts for position, drafts in output.further_token_ids.items()}
         self.rows.append_sampled_tokens(inputs.rows[positions], tokens, accepted)
+        if self._num_speculative:
+            self._held_drafts.hold_slots(plan, output.further_token_ids)
         if self._proposer is not None:
             hidden = torch.empty(0, self._config.model.hidden_size) if hidden is None else hidden
             output.draft_token_ids = self._propose_drafts(self._proposer, plan, computed.inputs, hidden, output)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mvllm.messages.scheduler_output import SchedulerOutput
+from mvllm.messages.scheduler_output import BEHIND_ACCEPTED, SchedulerOutput
 from tests.unit.scheduler.fake_runner import GARBAGE, POISON, FakeRunner, _Row
 
 
@@ -28,6 +28,7 @@ class StateRunner(FakeRunner):
         self.host_states: dict[int, object] = {}
         self.taken_host_states: dict[int, bool] = {}
         self._reads: dict[int, object] = {}  # row -> the state that it reads in this step
+        self._behind: dict[int, dict[int, int]] = {}  # row -> the slots of its last step, by the tokens before them
         self._writes: dict[int, list[int]] = {}  # row -> slots behind the known tokens and behind each draft token
 
     def _copy(self, plan: SchedulerOutput) -> None:
@@ -39,26 +40,33 @@ class StateRunner(FakeRunner):
             assert not self.taken_host_states.get(index), "a plan reads a host block that a connector fills"
             self.states[slot] = self.host_states[index]
 
-    def _apply(self, plan: SchedulerOutput) -> None:
-        super()._apply(plan)
-        reads, writes = plan.read_slots, [[slot] for slot in plan.write_slots]
-        assert len(reads) == len(writes) == len(plan.rows)
+    def _fill_placeholders(self, plan: SchedulerOutput) -> SchedulerOutput:
+        """Also the slots, of which it checks how rows use them."""
         assert plan.draft_slots.keys() == plan.draft_token_ids.keys()
         for position, slots in plan.draft_slots.items():
             assert len(slots) == len(plan.draft_token_ids[position])
-            writes[position] += slots
-        every = [slot for slots in writes for slot in slots]
+        every = [*plan.write_slots, *(slot for slots in plan.draft_slots.values() for slot in slots)]
         assert all(slot >= 0 for slot in every) and len(set(every)) == len(every), "a slot is written twice"
-        for i, slot in enumerate(reads):
-            if slot in every:
-                assert slot == plan.write_slots[i], f"slot {slot} is read, and written for other tokens"
-        for slot, row in zip(reads, plan.rows, strict=True):
-            assert slot >= 0 or not self.rows[row].num_computed, "the state in the middle of a sequence is zeros"
+        assert len(plan.read_slots) == len(plan.write_slots) == len(plan.rows)
+        filled = super()._fill_placeholders(plan)
+        reads = list(plan.read_slots)
+        for i, number in enumerate(plan.rows):
+            if reads[i] == BEHIND_ACCEPTED:
+                assert self.keeps_drafts
+                reads[i] = self._behind[number][self.rows[number].num_computed]
+            if reads[i] in every:
+                assert reads[i] == plan.write_slots[i], f"slot {reads[i]} is read, and written for other tokens"
+            assert reads[i] >= 0 or not self.rows[number].num_computed, "the state in the middle of a sequence is zeros"
+        slots = {at: plan.draft_slots[at][: len(drafts)] for at, drafts in filled.draft_token_ids.items()}
         self._reads = {
             row: self.states.get(slot) if slot >= 0 else (self._adapter(self.rows[row]), [])
             for slot, row in zip(reads, plan.rows, strict=True)
         }
-        self._writes = dict(zip(plan.rows, writes, strict=True))
+        self._writes = {
+            row: [slot, *slots.get(at, ())]
+            for at, (row, slot) in enumerate(zip(plan.rows, plan.write_slots, strict=True))
+        }
+        return filled
 
     def _adapter(self, row: _Row) -> int:
         return 0 if row.data.lora_request is None else row.data.lora_request.lora_int_id
@@ -81,5 +89,7 @@ class StateRunner(FakeRunner):
                 content = POISON
             elif row.reads_garbage:
                 content = GARBAGE
+            self._behind[number] = {}
             for behind, slot in enumerate(slots, row.num_computed + 1 - len(slots)):
                 self.states[slot] = content or (self._adapter(row), row.tokens[:behind])
+                self._behind[number][behind] = slot

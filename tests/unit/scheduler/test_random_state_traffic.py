@@ -50,6 +50,9 @@ class Limits:
             "long_prefill_token_threshold": dice.choice([None, None, 0, 3, 8]),
         }
         self.seed = dice.randrange(1000)
+        self.plans_ahead = self.has_drafts and self.num_stages == 1 and self.seed % 4 > 0
+        if self.plans_ahead:
+            self.depth = 1 + self.seed % 4
 
     def make_engine(self) -> Engine:
         scheduler = make_scheduler(
@@ -60,11 +63,13 @@ class Limits:
             num_stages=self.num_stages,
             num_state_slots=self.num_state_slots,
             num_speculative_tokens=3 if self.has_drafts else 0,
+            workers_keep_drafts=self.plans_ahead,
             **self.settings,
         )
         engine = Engine(scheduler, depth=self.depth)
         if self.has_drafts:
             engine.runner.propose = make_proposer(3, self.seed)
+            engine.runner.keeps_drafts = self.plans_ahead
         return engine
 
     @property

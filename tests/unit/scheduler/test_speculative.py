@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from mvllm.messages.requests import FinishReason
 from mvllm.messages.sampling_params import RequestOutputKind
-from mvllm.messages.scheduler_output import PLACEHOLDER, ModelRunnerOutput, SchedulerOutput
+from mvllm.messages.scheduler_output import BEHIND_ACCEPTED, PLACEHOLDER, ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler import draft_length
 from mvllm.scheduler.draft_length import DraftLength
 from mvllm.scheduler.request import Request
@@ -561,10 +562,26 @@ def test_a_request_with_a_grammar_waits_for_its_results():
     assert third.draft_token_ids[third.rows.index(row)] == [7, 7] and third.mask_rows == [row] * 3
 
 
-def test_in_models_with_states_a_request_with_drafts_waits_for_its_results():
-    engine = make_engine(3, depth=2, ahead=True, num_state_slots=6)
-    requests = [make_request(3, request_id=name, max_tokens=9) for name in "ab"]
+def test_in_models_with_states_a_plan_ahead_reads_the_slot_that_the_worker_knows():
+    """Each step writes the slot of the known tokens again. Only the slots of draft tokens in flight are held."""
+    engine = make_engine(3, depth=2, ahead=True, num_state_slots=12, state_snapshot_interval=64)
+    requests = [make_request(3, request_id=name, max_tokens=28) for name in "ab"]
     engine.add(requests[0])
-    assert [len(engine.step().rows), len(engine.step().rows)] == [1, 0]
+    plans = [engine.step() for _ in range(6)]
+    assert [plan.write_slots for plan in plans] == [plans[0].write_slots] * 6
+    assert [plan.read_slots for plan in plans] == [[-1], plans[0].write_slots, *[[BEHIND_ACCEPTED]] * 4]
+    for first, second in pairwise(plan.draft_slots[0] for plan in plans[1:]):
+        assert len(first) == len(second) == 3 and not {*first} & {*second}
+    state = engine.scheduler.requests.by_id["a"].table.state
+    assert len(state.held) == 1 + 3, "those of the last step, which is in flight"
     engine.run(requests[1])
     assert [engine.results[name].token_ids for name in "ab"] == [alone(request) for request in requests]
+    assert engine.scheduler._kv_cache.states.num_free == 12
+
+
+def test_a_request_waits_where_its_state_may_be_kept_behind_a_draft_token():
+    engine = make_engine(3, depth=2, ahead=True, num_state_slots=20, block_size=4, state_snapshot_interval=8)
+    engine.add(request := make_request(3, max_tokens=28))
+    engine.run()
+    assert engine.results[request.request_id].token_ids == alone(request)
+    assert engine.check_snapshots() == 3, "at every multiple of 8"

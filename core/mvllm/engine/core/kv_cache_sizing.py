@@ -173,7 +173,7 @@ def _size_for(
             config.scheduler.max_num_seqs,
             config.cache.state_snapshot_interval,
             config.cache.enable_prefix_caching,
-            0 if config.speculative is None else config.speculative.num_speculative_tokens,
+            _most_draft_slots(config),
         )
         return _size_with_states(config, needs, state_needs, available, windows, max_len)
     affordable = min(max(0, free) // cost for free, cost in zip(available, costs, strict=True))
@@ -185,6 +185,13 @@ def _size_for(
         fits = _longest_that_fits(num_blocks, max_len, block_size, windows, max_step_tokens)
         raise _too_small_error(config, needs, available, [longest * cost for cost in costs], fits)
     return KVCacheSummary(num_blocks, block_size, num_blocks * max(costs), max_len, windows, max_step_tokens, limit)
+
+
+def _most_draft_slots(config: EngineConfig) -> int:
+    """State slots of a sequence behind draft tokens: with asynchronous scheduling those of two steps."""
+    if config.speculative is None:
+        return 0
+    return config.speculative.num_speculative_tokens * (2 if config.scheduler.async_scheduling else 1)
 
 
 def _size_with_states(

@@ -3,7 +3,7 @@
     | working slots: one per running sequence | blocks of all tokens | snapshots: one per `interval` tokens |
     |<-- at most half, unless all fit ------->|<---------------- in a fixed ratio ------------------------->|
 
-With speculative decoding a running sequence has one more working slot for each draft token. Where they do not fit, its
+With speculative decoding a running sequence has one more working slot for each draft token in flight. Where they do not fit, its
 steps have fewer draft tokens. Every sequence of the longest length must fit, with one working slot and two snapshots.
 So if states are large, the blocks of one such sequence come first, and the slots get the rest.
 """
@@ -35,7 +35,7 @@ class StateNeeds:
         max_num_seqs: Most running sequences.
         interval: Tokens between two snapshots; 0 for none but those at the ends of prompts.
         keeps_prefixes: Finished prefixes are kept for other requests. Otherwise only running sequences need slots.
-        num_draft_tokens: Most draft tokens of a sequence in a step.
+        num_draft_tokens: Most draft tokens of a sequence in flight.
     """
 
     state_bytes: Sequence[int]
