@@ -111,6 +111,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_width, bias=False)
         self.v_proj = nn.Linear(input_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self._attend_to_own_position()
 
     def forward(self, x: torch.Tensor, cache: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """[B, T, input_size] to [B, T, hidden_size].
@@ -136,6 +137,15 @@ class Attention(nn.Module):
         for i, (_, values) in enumerate(later):
             result = result + weights[..., length + i, None] * values
         return self.o_proj(result.transpose(1, 2).flatten(2))
+
+    @torch.no_grad()
+    def _attend_to_own_position(self) -> None:
+        """Gives queries the weights of their keys. Only attention reads the embedding of the next token, so a head
+        learns little before it attends to its own position."""
+        groups = self._config.num_heads // self._config.num_kv_heads
+        self.k_proj.weight *= 2
+        keys = self.k_proj.weight.unflatten(0, (-1, self._config.head_size))
+        self.q_proj.weight.copy_(keys.repeat_interleave(groups, dim=0).flatten(0, 1))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self._config.head_size)).transpose(1, 2)

@@ -48,8 +48,7 @@ MAX_PROMPT_TOKENS = 96
 NUM_PASSES = 3
 PASS_WEIGHT = 0.8
 """The loss of each pass counts so much of the one before."""
-PEAK_LEARNING_RATE = 1e-3
-WARM_UP = 0.05
+WARM_UP = 0.03
 IGNORED = -100
 FIRST_USUAL_POSITION = 8
 """States of the positions before it are unusually large in many models."""
@@ -318,7 +317,15 @@ def train(args: Any) -> list[float]:
     draft_ids = torch.full((vocab_size,), IGNORED)
     draft_ids[vocabulary] = torch.arange(len(vocabulary))
     with torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        fit(head, files, draft_ids, save_head, epochs=args.epochs, texts_per_step=args.texts_per_step)
+        fit(
+            head,
+            files,
+            draft_ids,
+            save_head,
+            epochs=args.epochs,
+            texts_per_step=args.texts_per_step,
+            learning_rate=args.learning_rate,
+        )
         return acceptance(head, files, draft_ids)
 
 
@@ -330,11 +337,12 @@ def fit(
     *,
     epochs: int,
     texts_per_step: int,
+    learning_rate: float,
 ) -> None:
     """Trains the head in place, and calls `save_head` after each epoch."""
     rng, start = random.Random(SEED), time.monotonic()
     steps = epochs * sum(1 for _ in batches(files, None, held_out=False, size=texts_per_step))
-    optimizer = torch.optim.AdamW(head.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     warm_up = max(1, int(WARM_UP * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -368,6 +376,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=192, help="most tokens of an answer")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--texts-per-step", type=int, default=4, help=f"at most {TEXTS_PER_FILE}")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="the highest one")
     parser.add_argument("--draft-vocab-size", type=int, default=8192)
     parser.add_argument("--layers", type=int, nargs="*", help="layers before which the head reads states")
     parser.add_argument("--threads", type=int, default=1)
