@@ -3,9 +3,9 @@
     | working slots: one per running sequence | blocks of all tokens | snapshots: one per `interval` tokens |
     |<-- at most half, unless all fit ------->|<---------------- in a fixed ratio ------------------------->|
 
-With speculative decoding a running sequence has one more working slot for each draft token in flight. Where they do not fit, its
-steps have fewer draft tokens. Every sequence of the longest length must fit, with one working slot and two snapshots.
-So if states are large, the blocks of one such sequence come first, and the slots get the rest.
+With speculative decoding a running sequence has one more working slot for each draft token in flight. Where they do not
+fit, its steps have fewer draft tokens. Every sequence of the longest length must fit, with one working slot and two
+snapshots. So if states are large, the blocks of one such sequence come first, and the slots get the rest.
 """
 
 from __future__ import annotations
