@@ -47,10 +47,14 @@ READ_WHEN_LOADED = (
     *("GLIBC_", "PYTHON", "LANG", "LC_", "TRITON_", "CUDA_", "ROCR_", "HIP_", "ZE_"),
 )
 """Prefixes of environment variables that must have the values of the program server's start."""
-SET_ANEW = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "PYTHONBREAKPOINT")
+SET_ANEW = (
+    *("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "PYTHONBREAKPOINT"),
+    "GOMP_SPINCOUNT",
+)
 """Prefixes of variables among them that a fork sets: those of torchrun are read when a process group is created. torch
-sets TORCHINDUCTOR_CACHE_DIR itself when transformers is imported, and reads it when something is compiled. Ray sets the
-last one when it connects, and `breakpoint()` reads it."""
+sets TORCHINDUCTOR_CACHE_DIR itself when transformers is imported, and reads it when something is compiled. Ray sets
+PYTHONBREAKPOINT when it connects, and `breakpoint()` reads it. The CPU platform sets the last one for its workers; it is
+about threads that wait, and with OMP_NUM_THREADS=1 there are none."""
 OPTIONS = ("-P", "-u")
 """Interpreter options that a fork applies."""
 PADDING = "PROGRAM_SERVER_PADDING"
