@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from mvllm.config.engine_config import ParallelConfig
+from mvllm.platform.choose import choose_platform
 from tests.engine.program_report import MODULE
 from tests.helpers import program_server
 from tests.helpers.plugins import ROOT
@@ -58,6 +60,17 @@ def test_it_has_the_descriptors_of_a_new_process() -> None:
 def test_other_values_of_library_variables_start_a_new_process() -> None:
     report, _ = report_of(OMP_NUM_THREADS="3")
     assert not report["is forked"]
+
+
+@here
+def test_the_variables_of_a_worker_of_the_platform_permit_a_fork() -> None:
+    """Else each of the hundreds of workers in the tests imports torch."""
+    platform = choose_platform(None).platform
+    [variables] = platform.topology(ParallelConfig(distributed_executor_backend="mp")).env_per_worker
+    report, _ = report_of(**variables)
+    assert report["is forked"] and {f"{name}={value}" for name, value in variables.items()} <= {
+        *report["shown variables"]
+    }
 
 
 @pytest.mark.fresh_programs

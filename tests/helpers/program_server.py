@@ -37,20 +37,28 @@ from typing import Any
 FRESH = "TESTS_FRESH_PROGRAMS"
 FORKED_MODULES = (
     *("mvllm.executor.process.child_program", "mvllm.entrypoints.cli.main", "tests.", "plugins."),
-    *("mvllm.multimodal.processor_main", "pytest", "torch.distributed.run"),
+    *("mvllm.multimodal.processor_main", "mvllm.entrypoints.openai.common.chat_template_process"),
+    *("pytest", "torch.distributed.run"),
 )
 """Prefixes of the modules of `python -m` that are forked."""
-LEAVES = {"mvllm.executor.worker_main", "mvllm.multimodal.processor_main"}
+LEAVES = {
+    *("mvllm.executor.worker_main", "mvllm.multimodal.processor_main"),
+    "mvllm.entrypoints.openai.common.chat_template_process",
+}
 """Arguments of programs that start none of FORKED_MODULES, and get no program server."""
 READ_WHEN_LOADED = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "ATEN_", "TORCH", "PYTORCH", "LD_", "MALLOC_"),
     *("GLIBC_", "PYTHON", "LANG", "LC_", "TRITON_", "CUDA_", "ROCR_", "HIP_", "ZE_"),
 )
 """Prefixes of environment variables that must have the values of the program server's start."""
-SET_ANEW = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "PYTHONBREAKPOINT")
+SET_ANEW = (
+    *("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "PYTHONBREAKPOINT"),
+    "GOMP_SPINCOUNT",
+)
 """Prefixes of variables among them that a fork sets: those of torchrun are read when a process group is created. torch
-sets TORCHINDUCTOR_CACHE_DIR itself when transformers is imported, and reads it when something is compiled. Ray sets the
-last one when it connects, and `breakpoint()` reads it."""
+sets TORCHINDUCTOR_CACHE_DIR itself when transformers is imported, and reads it when something is compiled. Ray sets
+PYTHONBREAKPOINT when it connects, and `breakpoint()` reads it. The CPU platform sets the last one for its workers; it
+is about threads that wait, and with OMP_NUM_THREADS=1 there are none."""
 OPTIONS = ("-P", "-u")
 """Interpreter options that a fork applies."""
 PADDING = "PROGRAM_SERVER_PADDING"
@@ -431,11 +439,13 @@ def main() -> None:
     _PATH[:] = [one for one in sys.path if one not in (ROOT, *given)]
 
     import torch  # noqa: F401
+    import transformers.utils.chat_template_utils  # noqa: F401
 
     import mvllm.engine.core.engine_core
     import mvllm.engine.process.engine_core_proc
     import mvllm.entrypoints.cli.serve
     import mvllm.entrypoints.llm
+    import mvllm.entrypoints.openai.common.chat_template_process
     import mvllm.entrypoints.openai.server.api_server
     import mvllm.executor.worker_main
     import mvllm.multimodal.item_processor

@@ -252,4 +252,8 @@ int run() {
 }  // namespace
 }  // namespace mvllm
 
-int main() { return mvllm::run(); }
+int main(int argc, char**) {
+    if (argc == 1) return mvllm::run();
+    std::printf("%s: not run\n", mvllm_cpu_isa());  // an argument asks for the name only
+    return 0;
+}

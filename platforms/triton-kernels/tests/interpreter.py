@@ -9,9 +9,12 @@ Raises ImportError without Triton.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import os
 import pkgutil
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -80,3 +83,31 @@ def _dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
 interpreter.InterpreterBuilder.cast_impl = _cast
 interpreter.InterpreterBuilder.create_fp_to_fp = _cast
 interpreter.InterpreterBuilder.create_dot = _dot
+
+
+# The interpreter's own work took two thirds of the time of a kernel. None of these replacements changes a result.
+
+_patch = interpreter._patch_lang
+_numpy_dtype = functools.cache(interpreter._get_np_dtype)
+
+
+@functools.cache
+def _patch_language():
+    """Replaces the functions of triton.language with the interpreter's, for the rest of the process."""
+    _patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+
+
+def _patch_once(function):
+    """Stands in for the interpreter's patch, which lists all members of triton.language at each call of a function."""
+    _patch_language()
+    return interpreter._LangPatchScope()
+
+
+interpreter._patch_lang = _patch_once
+# The interpreter's own fills a dictionary of all dtypes in each call. Types of pointers cannot be hashed.
+interpreter._get_np_dtype = lambda dtype: np.dtype(np.uint64) if dtype.scalar.is_ptr() else _numpy_dtype(dtype.scalar)
+# Without the option `debug` the checks of sums and products of integers are computed, and their results are dropped.
+assert not interpreter.interpreter_builder.options.debug
+interpreter.interpreter_builder.options = dataclasses.replace(
+    interpreter.interpreter_builder.options, sanitize_overflow=False
+)

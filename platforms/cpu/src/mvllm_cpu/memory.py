@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import re
 from pathlib import Path
@@ -119,8 +120,9 @@ def release_pages(tensor: torch.Tensor) -> None:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
+@functools.cache
 def release_code_pages() -> None:
-    """Releases the code pages of libraries, most of which are used only during import.
+    """Releases the code pages of libraries, most of which are used only during import. Later calls do nothing.
 
     Pages that are used again are read from the page cache. Only unmodified code is released, not pages that a debugger
     or a linker has changed.
