@@ -224,7 +224,7 @@ class RunningPlan:
         """
         drafts, request.draft_token_ids = request.draft_token_ids, []
         if request.has_token_in_flight:
-            drafts = [PLACEHOLDER] * self._num_placeholders
+            drafts = [PLACEHOLDER] * (self._num_placeholders if request.takes_drafts else 0)
             budget = min(budget, self._max_step_tokens - 1 - request.num_drafts_in_flight)
         if self._states.is_needed:
             budget = min(budget, self._states.draft_budget(request, others_wait=bool(self._requests.waiting)))
