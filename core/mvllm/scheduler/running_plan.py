@@ -136,7 +136,8 @@ class RunningPlan:
             return False
         drafts = request.draft_token_ids
         if self._is_speculative and (drafts or request.has_token_in_flight):
-            num_others = len(self._requests.running) - len(step.batch) - 1
+            num_rows = len(self._requests.running) + self._requests.num_pairs  # at least those that run
+            num_others = num_rows - len(step.batch) - 1
             drafts = self._take_draft_tokens(request, step.budget - 1 - num_others)
         if not self._blocks.allocate(request, drafts, step.plan):
             return None

@@ -284,6 +284,13 @@ def test_draft_tokens_get_the_budget_that_is_left_when_all_others_have_their_tok
     assert [engine.results[request.request_id].token_ids for request in requests] == [alone(r) for r in requests]
 
 
+def test_a_row_of_a_request_pair_counts_against_the_budget_of_draft_tokens():
+    engine = make_engine(3, max_num_batched_tokens=4)
+    plans = steps_of(engine, make_request(2, companion=[1], max_tokens=6), make_request(1, max_tokens=6))
+    drafts = [[len(each) for each in plan.draft_token_ids.values()] for plan in plans if len(plan.rows) == 3]
+    assert [1] in drafts and all(sum(each) <= 1 for each in drafts)
+
+
 def test_a_draft_token_without_a_free_block_is_dropped():
     speculative, plain = make_engine(4, num_blocks=3), make_engine(4, num_blocks=3, propose=lambda tokens: [])
     for engine in (speculative, plain):
