@@ -437,7 +437,7 @@ def test_a_plan_made_ahead_has_no_more_placeholders_than_the_step_before_asked_f
 
 @pytest.mark.parametrize("knows_before", [True, False])
 def test_a_request_with_logits_processors_has_no_placeholders(knows_before):
-    """Functions of the request are known when it starts; whether processors of the engine act on it, the worker says."""
+    """Functions of the request are known when it starts; whether those of the engine act on it, the worker says."""
     engine = make_engine(3, depth=2, ahead=True, propose=lambda tokens: [])
     execute = engine.runner.execute
     engine.runner.execute = lambda plan: msgspec.structs.replace(execute(plan), undrafted=[] if knows_before else [0])
