@@ -36,6 +36,7 @@ from tests.engine.test_speculative import (
     run,
     tokens,
 )
+from tests.helpers import multimodal_zoo
 from tests.helpers.changed_weights import tensors_of
 from tests.helpers.float8_zoo import FLOAT8_SCHEMES, quantize_to_float8
 from tests.helpers.lora_adapters import write_adapter
@@ -415,6 +416,8 @@ def test_without_the_setting_and_with_none_there_are_no_drafts() -> None:
 def test_checkpoints_without_a_module_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(reference("glm4moe").folder, tmp_path / "glm")
     refused = [(checkpoint, "not supported for LlamaForCausalLM. They are for .*DeepseekV3ForCausalLM, ")]
+    with_images = multimodal_zoo.make_checkpoint("glm4v_moe", tmp_path / "images")
+    refused.append((with_images, "not supported for Glm4vMoeForConditionalGeneration. "))
     edit_config(folder, num_nextn_predict_layers=0)
     refused.append((folder, r"config.json this checkpoint has none \(num_nextn_predict_layers\)"))
     without = shutil.copytree(reference("glm4moe").folder, tmp_path / "without")
