@@ -24,10 +24,13 @@ from mvllm import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from mvllm.plugin_api import StepKind
 from mvllm.worker.model_runner import ModelRunner
 from mvllm.worker.step_inputs import StepInputBuilder
+from tests.engine.test_mtp import mtp, reference
+from tests.engine.test_speculative import acceptance
 from tests.helpers.lora_adapters import write_adapter
 from tests.helpers.model_zoo import make_checkpoint
 
-DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
+NUM_DRAFTS = 3
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1}}
 CHUNKS = {"max_num_batched_tokens": 16}
 FEW, MANY = [[5, 6, 7] * 5, [9, 8] * 6], [[5, 6, 7], [9, 8] * 20, [3] * 30]
 KINDS: dict[str, tuple[str, StepKind, list[list[int]], dict[str, Any]]] = {
@@ -42,6 +45,8 @@ KINDS: dict[str, tuple[str, StepKind, list[list[int]], dict[str, Any]]] = {
     "hybrid": ("qwen35", StepKind.MIXED, MANY, CHUNKS),
     "hybrid-verify": ("bamba", StepKind.VERIFY, FEW, DRAFTS),
     "hybrid-lora-verify": ("bamba", StepKind.VERIFY, FEW, DRAFTS),
+    "mtp": ("mimo", StepKind.VERIFY, FEW, mtp(NUM_DRAFTS)),
+    "hybrid-mtp": ("qwen35", StepKind.VERIFY, FEW, mtp(NUM_DRAFTS)),
 }
 """Checkpoint, kind of some steps, prompts and settings."""
 SETTINGS = {
@@ -139,23 +144,29 @@ def requests_of(kind: str, folder: Path, model: Path) -> tuple[dict[str, Any], C
 
 
 def check(kind: str, folder: Path) -> None:
-    """The tokens are those of the CPU platform, and in steady state nothing but replays and copies runs."""
+    """The tokens, and the accepted drafts of a module, are those of the CPU platform, and in steady state nothing but
+    replays and copies runs."""
     name, wanted, _, _ = KINDS[kind]
     model = folder / name
-    if not model.exists():
+    if "mtp" in kind:
+        model = reference(name, "near").folder
+    elif not model.exists():
         make_checkpoint(name, model)
     settings, run = requests_of(kind, folder, model)
     with LLM(str(model), platform="cpu", **(SETTINGS | settings)) as llm:
-        expected = run(llm)
+        expected, drafts = run(llm), acceptance(llm)
     with LLM(str(model), platform="example", **(SETTINGS | settings)) as llm:
         assert run(llm) == expected, "the first time, when some shapes are captured"
+        assert "mtp" not in kind or acceptance(llm) == drafts != (0, 0)
         launches = Launches()
         with launches.counted():
             assert run(llm) == expected
     assert launches.kinds[wanted] and sum(launches.kinds.values()) > 5, launches.kinds
     assert launches.marked == launches.kinds, (launches.marked, launches.kinds)
-    assert launches.num_replays == 2 * sum(launches.kinds.values()), "the model and the head of each step"
-    assert not launches.outside, launches.outside
+    # The passes of a draft module are replayed, too; its logits are computed outside.
+    num_passes = NUM_DRAFTS if "mtp" in kind else 0
+    assert launches.num_replays == (2 + num_passes) * sum(launches.kinds.values()), "the model and the head of a step"
+    assert num_passes or not launches.outside, launches.outside
     # Which requests are in a step depends on how fast grammars are compiled.
     assert launches.num_captures == 0 or "structured" in kind, "all shapes were captured the first time"
 

@@ -11,7 +11,10 @@ import torch
 from mvllm import LLM, SamplingParams
 from mvllm.plugin_api import CompileBackend
 from mvllm_cpu.platform import CPUPlatform
+from tests.engine.test_mtp import mtp, reference
+from tests.engine.test_speculative import acceptance
 from tests.helpers.model_zoo import make_checkpoint
+from tests.helpers.parity import engine
 
 PROMPTS = [{"prompt_token_ids": [5 + 7 * i + j for j in range(6 + 3 * i)]} for i in range(3)]
 PARAMS = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (20, 9, 16)]
@@ -38,6 +41,18 @@ def test_compiled_steps_give_the_models_tokens(name, settings, tmp_path):
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         tokens.append([list(output.outputs[0].token_ids) for output in outputs])
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("name", ["mimo", pytest.param("qwen35moe", marks=pytest.mark.exhaustive)])
+def test_compiled_steps_accept_as_many_drafts_of_a_module(name):
+    found = []
+    for eager in (True, False):
+        with engine(reference(name, "near").folder, dtype="bfloat16", enforce_eager=eager, **mtp(3)) as llm:
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            found.append(([list(output.outputs[0].token_ids) for output in outputs], acceptance(llm)))
+    assert found[0] == found[1]
+    drafted, accepted = found[0][1]
+    assert 0 < accepted < drafted
 
 
 class AnySize(CompileBackend):

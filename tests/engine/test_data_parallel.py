@@ -16,6 +16,7 @@ from mvllm.engine.process.dp_async_mp_client import DPLBAsyncMPClient
 from mvllm.errors import CacheError, EngineDeadError, QueueFullError
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.engine.test_async_scheduling import TIGHT
+from tests.engine.test_mtp import mtp, reference
 from tests.engine.test_speculative import NGRAM
 from tests.helpers.async_engine import PROMPTS, SETTINGS, async_engine, joined, last, params
 from tests.helpers.parity import engine
@@ -95,12 +96,15 @@ def test_a_prompt_is_routed_to_the_replica_that_caches_its_prefix(
     assert loop.run_until_complete(again()) == [0, 0] + [80] * 6
 
 
-def test_replicas_with_drafts_planned_ahead_neither_double_nor_lose_a_token(checkpoint: Path) -> None:
+@pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.exhaustive), "mtp"])
+def test_replicas_with_drafts_planned_ahead_neither_double_nor_lose_a_token(checkpoint: Path, method: str) -> None:
     """Deltas of each stream, while others are aborted, stop and are preempted."""
+    folder = checkpoint if method == "ngram" else reference("mimo", "near").folder
+    drafts = NGRAM if method == "ngram" else mtp(3)["speculative_config"]
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7, "seed": 3}, {"stop_token_ids": list(range(0, 320, 9))}]
     prompts = [{"prompt_token_ids": [5 + i % 4, 6, 7] * (2 + i % 5)} for i in range(30)]
     wanted = [params(max_tokens=60, **kinds[i % 3]) for i in range(30)]
-    with engine(checkpoint) as offline:
+    with engine(folder) as offline:
         expected = [list(o.outputs[0].token_ids) for o in offline.generate(prompts, wanted, use_tqdm=False)]
 
     async def tokens_of(llm: AsyncLLM, i: int, most: int) -> list[int]:
@@ -119,9 +123,11 @@ def test_replicas_with_drafts_planned_ahead_neither_double_nor_lose_a_token(chec
         for i, tokens in enumerate(found):
             assert tokens == expected[i][: len(tokens)] and (most[i] < 99 or len(tokens) == len(expected[i]))
         assert client_of(llm).num_unfinished == [0, 0]
+        assert llm.stats.num_accepted_tokens > 0
 
-    settings = {"async_scheduling": True, "kv_cache_memory_bytes": TIGHT["kv_cache_memory_bytes"], "max_num_seqs": 6}
-    with async_engine(checkpoint, speculative_config=NGRAM, data_parallel_size=2, **settings) as llm:
+    size = TIGHT["kv_cache_memory_bytes"] * (1 if method == "ngram" else 2)  # two models
+    settings = {"async_scheduling": True, "kv_cache_memory_bytes": size, "max_num_seqs": 6}
+    with async_engine(folder, speculative_config=drafts, **TWO, **settings) as llm:
         asyncio.run(all_of_them(llm))
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers.plugins import ROOT, example_platform_path
 
-KINDS = ("hybrid", "hybrid-lora-verify")
-MORE = ("decode", "mixed", "verify", "lora", "lora-verify", "structured", "structured-verify", "window")
+KINDS = ("hybrid", "hybrid-lora-verify", "mtp")
+MORE = ("decode", "mixed", "verify", "lora", "lora-verify", "structured", "structured-verify", "window", "hybrid-mtp")
 
 
 @pytest.mark.parametrize("kinds", [KINDS, pytest.param(MORE, marks=pytest.mark.exhaustive)], ids=["few", "more"])

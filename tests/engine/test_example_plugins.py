@@ -265,9 +265,21 @@ class Failing(LogitsProcessor):
 """
 
 
+def recorded_plans(llm, monkeypatch):
+    """The plans that its scheduler makes from now on."""
+    scheduler, plans = llm.llm_engine._client._core.scheduler, []
+    commit = scheduler._commit_plan
+    monkeypatch.setattr(scheduler, "_commit_plan", lambda step: plans.append(commit(step)) or plans[-1])
+    return plans
+
+
 class TestLogitsProcessor:
-    @pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}, {"speculative_config": GUESSING}], ids=str)
-    def test_its_tokens_are_those_of_transformers(self, examples, settings):
+    @pytest.mark.parametrize(
+        "settings",
+        [{}, {"async_scheduling": True}, {"async_scheduling": True, "speculative_config": GUESSING}],
+        ids=str,
+    )
+    def test_its_tokens_are_those_of_transformers(self, examples, settings, monkeypatch):
         folder = make_checkpoint("llama-gqa", examples / "llama", tokenizer=False)
         reference = load_reference(folder)
 
@@ -289,6 +301,9 @@ class TestLogitsProcessor:
             with pytest.raises(RequestError, match="rejects the request: no_repeat_ngram_size must be"):
                 bad = SamplingParams(extra_args={"no_repeat_ngram_size": 0})
                 llm.generate(PROMPTS[0], bad, use_tqdm=False)
+            plans = recorded_plans(llm, monkeypatch)
+            llm.generate(PROMPTS[0], params[0], use_tqdm=False)
+            assert len(plans) >= 24 and sum(bool(plan.draft_token_ids) for plan in plans) <= 1
         assert found == [expected(prompt, size) for prompt, size in zip(PROMPTS, sizes, strict=True)]
 
     def test_a_failing_logits_processor_fails_only_its_own_requests(self, examples):

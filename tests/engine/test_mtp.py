@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import random
 import shutil
@@ -17,13 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mvllm import LoRARequest, SamplingParams
+from mvllm import LoRARequest, SamplingParams, StructuredOutputsParams
 from mvllm.errors import ConfigError, RequestError
 from mvllm.models import weight_loader
 from mvllm.models.mtp_head import MTPHead
 from mvllm.models.safetensors_file import MOST_TENSORS
+from mvllm.structured_output.sequence_grammar import SequenceGrammar
 from tests.engine.test_speculative import (
     GREEDY,
+    NGRAM,
     THREADS,
     acceptance,
     change_draft_lengths,
@@ -33,6 +36,7 @@ from tests.engine.test_speculative import (
     run,
     tokens,
 )
+from tests.helpers import multimodal_zoo
 from tests.helpers.changed_weights import tensors_of
 from tests.helpers.float8_zoo import FLOAT8_SCHEMES, quantize_to_float8
 from tests.helpers.lora_adapters import write_adapter
@@ -81,6 +85,15 @@ def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int,
         yield found
 
 
+def check_both_drafts(found: list[tuple[int, torch.Tensor]], expected: MTPReference, sequence: list[int]) -> None:
+    """Asserts that recorded logits of two draft tokens after each step are those of the module in plain torch."""
+    assert len(found) > 8
+    for (position, first), (further, second) in zip(found[::2], found[1::2], strict=True):
+        assert further == position + 1
+        for mine, theirs in zip((first, second), expected.drafts_at(sequence, position + 2), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -106,13 +119,36 @@ def test_logits_of_both_draft_tokens_are_those_of_the_module_at_every_position(
             with recorded_logits(monkeypatch) as found:
                 output = run(llm, [prompt], greedy)[0]
             assert [list(output.outputs[0].token_ids)] == plain
-            sequence = [*prompt, *plain[0]]
-            assert len(found) > 8 and len(found) % 2 == 0
-            for (position, first), (further, second) in zip(found[::2], found[1::2], strict=True):
-                assert further == position + 1
-                for mine, theirs in zip((first, second), expected.drafts_at(sequence, position + 2), strict=True):
-                    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+            check_both_drafts(found, expected, [*prompt, *plain[0]])
         assert output.num_cached_tokens == 32
+
+
+@pytest.mark.parametrize("name", ["mimo", pytest.param("qwen35moe", marks=pytest.mark.exhaustive)])
+def test_logits_are_those_of_the_module_after_swaps_and_sleep(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is preempted again and again, and its blocks come back from host memory."""
+    expected, prompt = reference(name), draw(random.Random(7), 37)
+    settings = {"kv_offloading_size": 0.01, "preemption_mode": "swap", "state_snapshot_interval": 16}
+    with engine(expected.folder, **mtp(2), **settings) as llm:
+        core, scheduler = llm.llm_engine, llm.llm_engine._client._core.scheduler
+        swapper = scheduler._planner._running_plan._blocks._swapper
+        for level in (0, 1, 2):
+            if level:
+                llm.sleep(level)
+                llm.wake_up()
+            core.add_request("a", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=12, **GREEDY))
+            num_swapped, outputs = 0, []
+            with recorded_logits(monkeypatch) as found:
+                for number in itertools.count():
+                    outputs += core.step()
+                    if not core.has_unfinished_requests():
+                        break
+                    if number % 3 == 2 and scheduler.requests.running:
+                        assert swapper.swap_out(scheduler.requests.running[-1])
+                        scheduler.requests.preempt_last(is_swapped=True)
+                        num_swapped += 1
+            sequence = [*prompt, *outputs[-1].outputs[0].token_ids]
+            assert num_swapped > 1 and sequence[37:] == expected.greedy_after(sequence, 37)
+            check_both_drafts(found, expected, sequence)
 
 
 @pytest.mark.parametrize(
@@ -145,24 +181,33 @@ def test_all_drafts_of_a_module_that_agrees_are_accepted(name: str, settings: di
     assert drafted == accepted > 2 * 6 * 9
 
 
-@pytest.mark.parametrize("name", ["deepseek3", pytest.param("qwen35moe", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["deepseek3", "qwen35moe"])
 def test_drafts_after_prefix_hits_of_every_length(name: str) -> None:
-    """The head's keys of a cached block are there, but for the last position, which depends on the next token."""
-    shared, greedy = draw(random.Random(1), 64), SamplingParams(max_tokens=9, **GREEDY)
+    """Hits end up to 17 tokens before the end of the prompt, for one request alone and for all of them together.
+
+    The head's keys of a cached block are there, but for the last position, which depends on the next token.
+    """
+    shared, greedy = draw(random.Random(1), 64), SamplingParams(max_tokens=7, **GREEDY)
     prompts = [[*shared[:length], 7 + length % 3, *draw(random.Random(length), length % 5)] for length in range(31, 50)]
     folder, counts = reference(name, "near").folder, []
     with engine(folder) as llm:
         expected = tokens(run(llm, prompts, greedy))
-    for is_cached in (False, True):
-        with engine(folder, enable_prefix_caching=is_cached, state_snapshot_interval=16, **mtp(2)) as llm:
+    engines = [(False, True, mtp(2)), (True, True, mtp(2))]
+    if name == "qwen35moe":  # a hybrid
+        engines += [(True, False, mtp(2)), (True, True, {"speculative_config": NGRAM})]
+    for is_cached, ahead, drafts in engines:
+        settings = {"enable_prefix_caching": is_cached, "async_scheduling": ahead, **drafts}
+        with engine(folder, state_snapshot_interval=16, **settings) as llm:
             run(llm, [shared], SamplingParams(max_tokens=1, temperature=0))
             before = acceptance(llm)
             found = [run(llm, [prompt], greedy)[0] for prompt in prompts]
             counts.append([now - then for now, then in zip(acceptance(llm), before, strict=True)])
-        assert tokens(found) == expected
-    assert {output.num_cached_tokens for output in found} >= {16, 32, 48}
-    (_, without), (drafted, accepted) = counts
-    assert 0.8 * without < accepted < drafted
+            assert tokens(found) == expected, settings
+            if is_cached:
+                assert {output.num_cached_tokens for output in found} >= {16, 32, 48}
+                assert tokens(run(llm, prompts, greedy)) == expected, settings
+    (_, without), *cached = counts[:3]
+    assert all(0.8 * without < accepted < drafted for drafted, accepted in cached)
 
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(2, 60))])
@@ -212,6 +257,35 @@ def test_log_probabilities_have_the_same_bits_with_drafts_and_prefixes_from_the_
     first, second = counts[1], counts[2] - counts[1]
     assert first > 10 and second > 0.8 * first
     assert [output.num_cached_tokens for output in outputs] == [32] * 4
+
+
+def test_json_is_whole_after_thoughts_that_end_within_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end is at each place of the drafts of a module, of a draft model, and of n-grams."""
+    folder, count = reference("mimo", "agrees").folder, 4
+    thoughts, end = [159, 267, 2, 281, 69, 47], 288  # each token follows the one before; `ea!aydN`, and then `es`
+    schema = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 2, "maxItems": 4}
+    form = StructuredOutputsParams(json=schema, thoughts_end="es", disable_any_whitespace=True)
+    asked = SamplingParams(temperature=0, max_tokens=50, structured_outputs=form)
+    prompts = [[*[*thoughts, end] * 3, *thoughts[: 1 + i]] for i in range(len(thoughts))]
+    places, found = set(), []
+    draft_masks = SequenceGrammar.draft_masks
+
+    def record(grammar: SequenceGrammar, drafts: list[int]) -> list[bytes]:
+        places.update(place for place, token in enumerate(drafts) if token == end)
+        return draft_masks(grammar, drafts)
+
+    monkeypatch.setattr(SequenceGrammar, "draft_masks", record)
+    for drafts in ({}, {"method": "mtp"}, {"model": str(folder)}, NGRAM):
+        common = {"num_speculative_tokens": count, "adaptive": False}
+        settings = {"speculative_config": {**drafts, **common}} if drafts else {}
+        with engine(folder, async_scheduling="method" in drafts, **settings) as llm:
+            places.clear()
+            found.append([output.outputs[0] for output in run(llm, prompts, asked)])
+            assert not drafts or (places == set(range(count)) and acceptance(llm)[1] > 10)
+    assert [[each.token_ids for each in outputs] for outputs in found] == [[each.token_ids for each in found[0]]] * 4
+    for output in found[0]:
+        answer = json.loads(output.text.partition("es")[2])
+        assert len(answer) in (2, 3, 4) and set(answer) <= {"red", "green"}, output.text
 
 
 def test_adapters_change_the_model_and_not_the_module(tmp_path: Path) -> None:
@@ -342,6 +416,8 @@ def test_without_the_setting_and_with_none_there_are_no_drafts() -> None:
 def test_checkpoints_without_a_module_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(reference("glm4moe").folder, tmp_path / "glm")
     refused = [(checkpoint, "not supported for LlamaForCausalLM. They are for .*DeepseekV3ForCausalLM, ")]
+    with_images = multimodal_zoo.make_checkpoint("glm4v_moe", tmp_path / "images")
+    refused.append((with_images, "not supported for Glm4vMoeForConditionalGeneration. "))
     edit_config(folder, num_nextn_predict_layers=0)
     refused.append((folder, r"config.json this checkpoint has none \(num_nextn_predict_layers\)"))
     without = shutil.copytree(reference("glm4moe").folder, tmp_path / "without")

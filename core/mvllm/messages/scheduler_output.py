@@ -161,6 +161,7 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
         encoder_seconds: Time that the step's encoders took, as the host sees it (where devices compute asynchronously,
             the time to submit the work); 0 without any, and where the first pipeline stage is another rank.
         num_draft_tokens: The number of draft tokens verified, for rows in whose plan placeholders stood for them.
+        undrafted: Positions of rows for which no draft tokens are ever proposed, because logits processors act on them.
     """
 
     step: int
@@ -175,3 +176,4 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
     conditional_logprobs: dict[int, float] = {}
     encoder_seconds: float = 0.0
     num_draft_tokens: dict[int, int] = {}
+    undrafted: list[int] = []

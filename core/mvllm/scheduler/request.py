@@ -107,6 +107,8 @@ class Request:
         is_long: The long-prefill limit has delayed it while it waited. Checked again when the limit permits another
             long prompt: by then more of this prompt may be in the prefix cache.
         is_very_long: Its prompt gets only as many tokens in a step as `long_prefill_slowdown` permits.
+        takes_drafts: Workers may propose draft tokens for it. Not where logits processors act on it, which read every
+            token before the next one is sampled; of those of the engine the results of its first token tell.
         draft_token_ids: Draft tokens for its next plan.
         num_drafts_in_flight: Draft tokens, or placeholders of them, in plans whose results are not back.
         grammar: Its grammar, if it has one.
@@ -157,6 +159,7 @@ class Request:
         "status",
         "stop_ids",
         "table",
+        "takes_drafts",
         "token_ids",
         "weight_versions",
     )
@@ -198,6 +201,7 @@ class Request:
         self.num_cached_tokens = -1
         self.scheduled_time = 0.0
         self.first_token_time = 0.0
+        self.takes_drafts = not params.logits_processors
         self.draft_token_ids: list[int] = []
         self.num_drafts_in_flight = 0
         self.grammar: Grammar | None = None

@@ -138,7 +138,8 @@ class RunningPlan:
             return False
         drafts = request.draft_token_ids
         if self._is_speculative and (drafts or request.has_token_in_flight):
-            num_others = len(self._requests.running) - len(step.batch) - 1
+            num_rows = len(self._requests.running) + self._requests.num_pairs  # at least those that run
+            num_others = num_rows - len(step.batch) - 1
             drafts = self._take_draft_tokens(request, step.budget - 1 - num_others)
         if not self._blocks.allocate(request, drafts, step.plan):
             return None
@@ -226,7 +227,7 @@ class RunningPlan:
         """
         drafts, request.draft_token_ids = request.draft_token_ids, []
         if request.has_token_in_flight:
-            drafts = [PLACEHOLDER] * self._num_placeholders
+            drafts = [PLACEHOLDER] * (self._num_placeholders if request.takes_drafts else 0)
             budget = min(budget, self._max_step_tokens - 1 - request.num_drafts_in_flight)
         if self._states.is_needed:
             budget = min(budget, self._states.draft_budget(request, others_wait=bool(self._requests.waiting)))

@@ -458,6 +458,8 @@ class Scheduler:
             self._end_drafts(plan, batch)
         if output.draft_token_ids:
             self._store_drafts(batch, output.draft_token_ids)
+        for position in output.undrafted:
+            batch[position].takes_drafts = False
         if self.kv_loads is not None:
             self.kv_loads.add_params(outputs)
         return EngineCoreOutputs(outputs=outputs, stats=self.make_stats())

@@ -573,6 +573,7 @@ class ModelRunner:
         positions = inputs.sampling_positions
         # Logits processors need every token before the next one is sampled: such rows get no drafts.
         excluded = (self.rows.sampling.flags[inputs.rows[positions]] & PROCESSED).astype(bool)
+        output.undrafted = positions[excluded].tolist()
         if output.errors:
             excluded |= np.isin(positions, list(output.errors))
         positions = positions[~excluded]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import random
 import time
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 
 from mvllm import LLM, SamplingParams
 from mvllm.entrypoints.openai import protocol
+from tests.engine.test_mtp import reference
 from tests.helpers.processes import wait_until
 from tests.helpers.random_bodies import random_requests
 from tests.helpers.server import SMALL, ServerProcess, settled_pids, wait_idle
@@ -143,18 +145,30 @@ def test_no_state_is_left_after_300_requests(server: ServerProcess, client: http
     check_resources(server, client, 300, 40)
 
 
-def test_texts_are_whole_with_drafts_planned_ahead(tmp_path: Path) -> None:
-    """Greedy texts, streamed while other requests come, end and are disconnected, are those without drafts."""
+@pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.exhaustive), "mtp"])
+def test_texts_are_whole_with_drafts_planned_ahead(tmp_path: Path, method: str) -> None:
+    """Greedy texts, streamed or not, with grammars among them, are those without drafts, while other requests come, end
+    and are disconnected."""
+    model = "demo" if method == "ngram" else str(reference("mimo", "near").folder)
+    longer: dict[str, Any] = {} if method == "ngram" else {"max_position_embeddings": 1024}
     prompts = [f"Once upon a time there was a {name}. There was a" for name in ("fox", "king", "cat", "ship")]
-    bodies = [{"prompt": each, "max_tokens": 60, "temperature": 0, "ignore_eos": True} for each in prompts]
-    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    with LLM("demo", batch_invariant=True, kv_cache_memory_bytes=64 << 20) as llm:
-        expected = [output.outputs[0].text for output in llm.generate(prompts, greedy, use_tqdm=False)]
-    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1})
-    options = ["--port", "0", *SMALL, "--batch-invariant", "--speculative-config", drafts, "--async-scheduling"]
+    free: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    formed = {"max_tokens": 60, "temperature": 0, "structured_outputs": {"regex": "[a-z ]{20,30}[.]"}}
+    asked = [(prompt, each) for prompt in prompts for each in (free, formed)]
+    with LLM(model, batch_invariant=True, kv_cache_memory_bytes=64 << 20, dtype="float32", hf_overrides=longer) as llm:
+        sampling = [SamplingParams(**each) for _, each in asked]
+        outputs = llm.generate([prompt for prompt, _ in asked], sampling, use_tqdm=False)
+        expected = [output.outputs[0].text for output in outputs]
+    assert all(text.endswith(".") for text in expected[1::2])
+    drafts = {"method": method, "num_speculative_tokens": 4} | ({"prompt_lookup_min": 1} if method == "ngram" else {})
+    options = ["--port", "0", *SMALL, "--batch-invariant", "--async-scheduling", "--dtype", "float32"]
+    options += ["--speculative-config", json.dumps(drafts), "--hf-overrides", json.dumps(longer)]
 
-    async def stream(client: httpx2.AsyncClient, body: dict[str, Any]) -> str:
-        answer = await client.post("/v1/completions", json={**body, "stream": True})
+    async def text(client: httpx2.AsyncClient, prompt: str, settings: dict[str, Any], stream: bool) -> str:
+        answer = await client.post("/v1/completions", json={"prompt": prompt, **settings, "stream": stream})
+        if not stream:
+            whole: str = answer.json()["choices"][0]["text"]
+            return whole
         assert answer.text.endswith("data: [DONE]\n\n")
         events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
         return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
@@ -162,11 +176,15 @@ def test_texts_are_whole_with_drafts_planned_ahead(tmp_path: Path) -> None:
     async def among_others(url: str) -> None:
         others = asyncio.create_task(traffic(url, 80, 12, seed=3))
         async with httpx2.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
-            while not others.done():
-                assert await asyncio.gather(*(stream(client, body) for body in bodies)) == expected
+            for number in itertools.count():
+                streams = [(i + number) % 4 > 0 for i in range(len(asked))]
+                found = await asyncio.gather(*(text(client, *each, s) for each, s in zip(asked, streams, strict=True)))
+                assert found == expected
+                if others.done():
+                    break
         assert all((await others).values())
 
-    with ServerProcess(tmp_path, "demo", *options) as server:
+    with ServerProcess(tmp_path, model, *options) as server:
         asyncio.run(among_others(server.wait_ready().url))
         with server.client() as own:
             wait_idle(own)

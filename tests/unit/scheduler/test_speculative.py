@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -284,6 +285,13 @@ def test_draft_tokens_get_the_budget_that_is_left_when_all_others_have_their_tok
     assert [engine.results[request.request_id].token_ids for request in requests] == [alone(r) for r in requests]
 
 
+def test_a_row_of_a_request_pair_counts_against_the_budget_of_draft_tokens():
+    engine = make_engine(3, max_num_batched_tokens=4)
+    plans = steps_of(engine, make_request(2, companion=[1], max_tokens=6), make_request(1, max_tokens=6))
+    drafts = [[len(each) for each in plan.draft_token_ids.values()] for plan in plans if len(plan.rows) == 3]
+    assert [1] in drafts and all(sum(each) <= 1 for each in drafts)
+
+
 def test_a_draft_token_without_a_free_block_is_dropped():
     speculative, plain = make_engine(4, num_blocks=3), make_engine(4, num_blocks=3, propose=lambda tokens: [])
     for engine in (speculative, plain):
@@ -426,6 +434,19 @@ def test_a_plan_made_ahead_has_no_more_placeholders_than_the_step_before_asked_f
     assert planned_lengths(plans[:6]) == [[], [2], [], [], [1], [3]]
     assert [plan.num_scheduled_tokens for plan in plans[:6]] == [[6], [3], [1], [1], [2], [4]]
     assert engine.results["a"].token_ids == alone(request)
+
+
+@pytest.mark.parametrize("knows_before", [True, False])
+def test_a_request_with_logits_processors_has_no_placeholders(knows_before):
+    """Functions of the request are known when it starts; whether those of the engine act on it, the worker says."""
+    engine = make_engine(3, depth=2, ahead=True, propose=lambda tokens: [])
+    execute = engine.runner.execute
+    engine.runner.execute = lambda plan: msgspec.structs.replace(execute(plan), undrafted=[] if knows_before else [0])
+    processors = [lambda ids, logits: logits] if knows_before else None
+    plans = steps_of(engine, make_request(6, request_id="a", max_tokens=9, logits_processors=processors))
+    before = [] if knows_before else [3]  # planned beside the first step
+    assert planned_lengths(plans[:9]) == [[], before, *[[]] * 7]
+    assert [plan.num_scheduled_tokens for plan in plans[:9]] == [[6], [1 + sum(before)], *[[1]] * 7]
 
 
 def test_a_worker_with_fewer_drafts_than_placeholders_says_how_many_it_verified():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from contextlib import ExitStack
@@ -15,7 +16,8 @@ from mvllm import LLM, RequestOutput, SamplingParams
 from mvllm.engine.process.inproc_client import InprocClient
 from mvllm.engine.process.sync_mp_client import SyncMPClient
 from mvllm_kv_transfer.remote.tcp import KEY_VARIABLE
-from tests.engine.test_speculative import THREADS
+from tests.engine.test_mtp import check_both_drafts, mtp, recorded_logits, reference
+from tests.engine.test_speculative import THREADS, draw
 from tests.helpers import parity
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import BLOCK_SIZE, Oracle
@@ -114,6 +116,23 @@ def test_prompts_of_one_engine_are_continued_by_another(stack: ExitStack, expect
     assert_transferred(expected, outputs)
     assert outputs[0].kv_transfer_params is None
     assert params[0] is None, "a prompt of less than a block has nothing to transfer"
+
+
+@pytest.mark.parametrize("name", ["mimo", pytest.param("qwen35moe", marks=pytest.mark.exhaustive)])
+def test_a_draft_module_gets_its_keys_and_values_of_the_prompt(
+    stack: ExitStack, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its logits are those of a module that has read the whole prompt. The producer may draft fewer tokens."""
+    expected, prompt, num_blocks = reference(name), draw(random.Random(3), 44), 2
+    producer = start(stack, expected.folder, "producer", state_snapshot_interval=16, **mtp(1))
+    consumer = start(stack, expected.folder, "consumer", state_snapshot_interval=16, **mtp(2))
+    params = prefill(producer, [prompt])
+    with recorded_logits(monkeypatch) as found:
+        [output] = run(consumer, [prompt], params, NUM_TOKENS)
+    tokens = list(output.outputs[0].token_ids)
+    assert tokens == expected.greedy_after([*prompt, *tokens], len(prompt))
+    assert output.num_cached_tokens == num_blocks * BLOCK_SIZE
+    check_both_drafts(found, expected, [*prompt, *tokens])
 
 
 @pytest.mark.exhaustive
