@@ -96,10 +96,14 @@ def test_a_prompt_is_routed_to_the_replica_that_caches_its_prefix(
 
 
 def test_replicas_with_drafts_planned_ahead_neither_double_nor_lose_a_token(checkpoint: Path) -> None:
-    """Deltas of each stream, while others are aborted, stop and are preempted."""
+    check_streams_of_replicas(checkpoint, NGRAM)
+
+
+def check_streams_of_replicas(checkpoint: Path, speculative: dict[str, Any], count: int = 30) -> None:
+    """Deltas of `count` streams of two replicas with drafts, while some are aborted, stop and are preempted."""
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7, "seed": 3}, {"stop_token_ids": list(range(0, 320, 9))}]
-    prompts = [{"prompt_token_ids": [5 + i % 4, 6, 7] * (2 + i % 5)} for i in range(30)]
-    wanted = [params(max_tokens=60, **kinds[i % 3]) for i in range(30)]
+    prompts = [{"prompt_token_ids": [5 + i % 4, 6, 7] * (2 + i % 5)} for i in range(count)]
+    wanted = [params(max_tokens=60, **kinds[i % 3]) for i in range(count)]
     with engine(checkpoint) as offline:
         expected = [list(o.outputs[0].token_ids) for o in offline.generate(prompts, wanted, use_tqdm=False)]
 
@@ -114,14 +118,14 @@ def test_replicas_with_drafts_planned_ahead_neither_double_nor_lose_a_token(chec
         return found
 
     async def all_of_them(llm: AsyncLLM) -> None:
-        most = [(i % 7) * 3 + 1 if i % 4 == 1 else 99 for i in range(30)]
-        found = await asyncio.gather(*(tokens_of(llm, i, most[i]) for i in range(30)))
+        most = [(i % 7) * 3 + 1 if i % 4 == 1 else 99 for i in range(count)]
+        found = await asyncio.gather(*(tokens_of(llm, i, most[i]) for i in range(count)))
         for i, tokens in enumerate(found):
             assert tokens == expected[i][: len(tokens)] and (most[i] < 99 or len(tokens) == len(expected[i]))
         assert client_of(llm).num_unfinished == [0, 0]
 
     settings = {"async_scheduling": True, "kv_cache_memory_bytes": TIGHT["kv_cache_memory_bytes"], "max_num_seqs": 6}
-    with async_engine(checkpoint, speculative_config=NGRAM, data_parallel_size=2, **settings) as llm:
+    with async_engine(checkpoint, speculative_config=speculative, data_parallel_size=2, **settings) as llm:
         asyncio.run(all_of_them(llm))
 
 
