@@ -44,7 +44,12 @@ from tests.helpers.threads import generate_in_threads
 
 BUCKETS = ShapePolicy(tokens=(4, 24, 64, 128), requests=(3, 16), pages=(1, 3, 40))
 METHODS = ("suffix", "eagle3", "parallel")
-MORE_METHODS = (*METHODS, pytest.param("eagle", marks=pytest.mark.exhaustive))
+
+
+def methods(*every_run: str) -> list[Any]:
+    """Parameters: the methods of every run, and the others for exhaustive ones."""
+    every = (*METHODS, "eagle")
+    return [pytest.param(each, marks=[pytest.mark.exhaustive] * (each not in every_run)) for each in every]
 
 
 @cache
@@ -124,18 +129,18 @@ def test_random_engines_and_requests_give_the_outputs_without_drafts(
         llm.llm_engine._client._core.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("method", MORE_METHODS)
+@pytest.mark.parametrize("method", methods("suffix", "eagle3"))
 def test_requests_with_grammars_have_drafts(make_llm: MakeLLM, method: str) -> None:
     engines = [{"speculative_config": speculative(method, 5), "async_scheduling": method != "eagle3"}]
     check_grammars(make_llm, engines, model=model())
 
 
-@pytest.mark.parametrize("method", MORE_METHODS)
+@pytest.mark.parametrize("method", methods("suffix", "parallel"))
 def test_an_aborted_request_leaves_no_state(make_llm: MakeLLM, method: str) -> None:
     check_aborts(make_llm, speculative(method), model=model(), async_scheduling=method != "suffix")
 
 
-@pytest.mark.parametrize("method", MORE_METHODS)
+@pytest.mark.parametrize("method", methods("suffix", "eagle3"))
 def test_adapters_change_the_model_and_not_the_head(make_llm: MakeLLM, tmp_path: Path, method: str) -> None:
     adapter = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", model())))
     prompts, whose = [draw(random.Random(3), 20)] * 3, [None, adapter, None]
@@ -152,14 +157,13 @@ def test_adapters_change_the_model_and_not_the_head(make_llm: MakeLLM, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    ("kind", "settings", "own_embedding"),
     [
-        ("eagle", {}),
-        ("eagle3", {"tensor_parallel_size": 2, "distributed_executor_backend": THREADS}),
-        ("parallel", {"async_scheduling": True}),
+        ("eagle", {}, True),
+        ("eagle3", {"tensor_parallel_size": 2, "distributed_executor_backend": THREADS}, False),
+        ("parallel", {"async_scheduling": True}, True),
     ],
 )
-@pytest.mark.parametrize("own_embedding", [False, True])
 def test_a_head_keeps_its_weights_when_those_of_the_model_change_and_sleep_reads_both_again(
     make_llm: MakeLLM, tmp_path: Path, kind: str, settings: dict[str, Any], own_embedding: bool
 ) -> None:
@@ -211,7 +215,7 @@ def test_a_head_that_agrees_does_so_after_prefix_hits_of_every_length(make_llm: 
     assert accepted == drafted > 2 * len(prompts)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods("suffix", "eagle3"))
 def test_log_probabilities_have_the_same_bits_in_invariant_batches(make_llm: MakeLLM, method: str) -> None:
     """Also with prefixes from host memory after sleep."""
     prompts = [draw(random.Random(i), 40 + i) for i in range(4)]
@@ -229,7 +233,7 @@ def test_log_probabilities_have_the_same_bits_in_invariant_batches(make_llm: Mak
     assert [output.num_cached_tokens for output in outputs] == [32] * 4
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_two_tensor_parallel_ranks_find_the_same_suffixes(make_llm: MakeLLM, ahead: bool) -> None:
     prompts, params = [draw(random.Random(i), 20) for i in range(6)], SamplingParams(max_tokens=30, **GREEDY)
     found = []
@@ -244,7 +248,7 @@ def test_replicas_with_suffixes_neither_double_nor_lose_a_token() -> None:
     check_streams_of_replicas(model(), speculative("suffix"), count=10)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods("eagle3", "parallel"))
 def test_padded_steps_have_the_same_drafts(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     prompts, params = [draw(random.Random(i), 5 + 9 * i) for i in range(5)], SamplingParams(max_tokens=40, **GREEDY)
     found = []
@@ -256,7 +260,7 @@ def test_padded_steps_have_the_same_drafts(make_llm: MakeLLM, monkeypatch: pytes
     assert found[0] == found[1] and found[0][1][1] > 0
 
 
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_prompts_with_images_have_drafts(tmp_path: Path, parallel: bool) -> None:
     expected = multimodal_suite.oracle(FAMILIES[0])
     config: dict[str, Any] = {"vocab_size": MULTIMODAL_VOCAB, "eagle_aux_hidden_state_layer_ids": [0, 1]}
@@ -271,6 +275,6 @@ def test_prompts_with_images_have_drafts(tmp_path: Path, parallel: bool) -> None
         assert acceptance(llm)[0] > 0
 
 
-@pytest.mark.parametrize("method", MORE_METHODS)
+@pytest.mark.parametrize("method", methods(*METHODS))
 def test_sampled_tokens_have_the_distribution_of_the_model(method: str) -> None:
     check_distribution(model(0.3), speculative(method, 2))
