@@ -98,12 +98,19 @@ def test_a_prompt_is_routed_to_the_replica_that_caches_its_prefix(
 
 @pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.exhaustive), "mtp"])
 def test_replicas_with_drafts_planned_ahead_neither_double_nor_lose_a_token(checkpoint: Path, method: str) -> None:
-    """Deltas of each stream, while others are aborted, stop and are preempted."""
-    folder = checkpoint if method == "ngram" else reference("mimo", "near").folder
-    drafts = NGRAM if method == "ngram" else mtp(3)["speculative_config"]
+    if method == "ngram":
+        check_streams_of_replicas(checkpoint, NGRAM)
+    else:
+        check_streams_of_replicas(reference("mimo", "near").folder, mtp(3)["speculative_config"], num_models=2)
+
+
+def check_streams_of_replicas(
+    folder: Path, speculative: dict[str, Any], count: int = 30, *, num_models: int = 1
+) -> None:
+    """Deltas of `count` streams of two replicas with drafts, while some are aborted, stop and are preempted."""
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7, "seed": 3}, {"stop_token_ids": list(range(0, 320, 9))}]
-    prompts = [{"prompt_token_ids": [5 + i % 4, 6, 7] * (2 + i % 5)} for i in range(30)]
-    wanted = [params(max_tokens=60, **kinds[i % 3]) for i in range(30)]
+    prompts = [{"prompt_token_ids": [5 + i % 4, 6, 7] * (2 + i % 5)} for i in range(count)]
+    wanted = [params(max_tokens=60, **kinds[i % 3]) for i in range(count)]
     with engine(folder) as offline:
         expected = [list(o.outputs[0].token_ids) for o in offline.generate(prompts, wanted, use_tqdm=False)]
 
@@ -118,16 +125,16 @@ def test_replicas_with_drafts_planned_ahead_neither_double_nor_lose_a_token(chec
         return found
 
     async def all_of_them(llm: AsyncLLM) -> None:
-        most = [(i % 7) * 3 + 1 if i % 4 == 1 else 99 for i in range(30)]
-        found = await asyncio.gather(*(tokens_of(llm, i, most[i]) for i in range(30)))
+        most = [(i % 7) * 3 + 1 if i % 4 == 1 else 99 for i in range(count)]
+        found = await asyncio.gather(*(tokens_of(llm, i, most[i]) for i in range(count)))
         for i, tokens in enumerate(found):
             assert tokens == expected[i][: len(tokens)] and (most[i] < 99 or len(tokens) == len(expected[i]))
         assert client_of(llm).num_unfinished == [0, 0]
         assert llm.stats.num_accepted_tokens > 0
 
-    size = TIGHT["kv_cache_memory_bytes"] * (1 if method == "ngram" else 2)  # two models
+    size = TIGHT["kv_cache_memory_bytes"] * num_models
     settings = {"async_scheduling": True, "kv_cache_memory_bytes": size, "max_num_seqs": 6}
-    with async_engine(folder, speculative_config=drafts, **TWO, **settings) as llm:
+    with async_engine(folder, speculative_config=speculative, data_parallel_size=2, **settings) as llm:
         asyncio.run(all_of_them(llm))
 
 

@@ -6,10 +6,11 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ from tests.helpers.zoo_mtp import MTP_ZOO, MTPReference, load_head, nearly_agree
 
 EVERY_RUN = ("glm5", "qwen35moe", "ernie45moe", "mimo")
 """Sparse attention with a latent; a hybrid; the model's norm; the hidden state first."""
+
+
+NO_DRAFTS: dict[str, Any] = {"speculative_config": {"method": "none"}}
 
 
 def mtp(count: int) -> dict[str, Any]:
@@ -111,7 +115,7 @@ def test_logits_of_both_draft_tokens_are_those_of_the_module_at_every_position(
     """With a prompt in chunks, then with its prefix in the cache."""
     expected, prompt = reference(name), draw(random.Random(name), 37)
     greedy = SamplingParams(max_tokens=12, **GREEDY)
-    with engine(expected.folder) as llm:
+    with engine(expected.folder, **NO_DRAFTS) as llm:
         plain = tokens(run(llm, [prompt], greedy))
     assert plain[0] == expected.greedy_after([*prompt, *plain[0]], len(prompt))
     with engine(expected.folder, max_num_batched_tokens=16, state_snapshot_interval=16, **mtp(2)) as llm:
@@ -190,7 +194,7 @@ def test_drafts_after_prefix_hits_of_every_length(name: str) -> None:
     shared, greedy = draw(random.Random(1), 64), SamplingParams(max_tokens=7, **GREEDY)
     prompts = [[*shared[:length], 7 + length % 3, *draw(random.Random(length), length % 5)] for length in range(31, 50)]
     folder, counts = reference(name, "near").folder, []
-    with engine(folder) as llm:
+    with engine(folder, **NO_DRAFTS) as llm:
         expected = tokens(run(llm, prompts, greedy))
     engines = [(False, True, mtp(2)), (True, True, mtp(2))]
     if name == "qwen35moe":  # a hybrid
@@ -226,7 +230,7 @@ def test_random_engines_and_requests_give_the_outputs_without_drafts(
     ranks: dict[str, Any] = {"distributed_executor_backend": THREADS}
     if rng.random() < 0.3:
         settings |= ranks | rng.choice([{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}])
-    with engine(folder) as llm:
+    with engine(folder, **NO_DRAFTS) as llm:
         expected = run(llm, prompts, wanted)
     has_states = name.startswith(("qwen3", "nemotronh"))
     if rng.random() < 0.5 and not has_states:
@@ -243,13 +247,13 @@ def test_log_probabilities_have_the_same_bits_with_drafts_and_prefixes_from_the_
     """`batch_invariant` holds for the model alone. The module's keys of a block go to the host with the model's."""
     prompts = [draw(random.Random(i), 40 + i) for i in range(4)]
     greedy, found = SamplingParams(max_tokens=12, logprobs=1, **GREEDY), []
-    for settings in ({}, {**mtp(3), "kv_offloading_size": 0.01}):
+    for settings in (NO_DRAFTS, {**mtp(3), "kv_offloading_size": 0.01}):
         with engine(reference("mimo", "near").folder, batch_invariant=True, **settings) as llm:
             counts = [0]
             for _ in range(2):
                 outputs = run(llm, prompts, greedy)
                 found.append([(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs])
-                if settings:
+                if settings is not NO_DRAFTS:
                     counts.append(acceptance(llm)[1])
                     llm.sleep(1)
                     llm.wake_up()
@@ -293,7 +297,7 @@ def test_adapters_change_the_model_and_not_the_module(tmp_path: Path) -> None:
     adapter = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", make_checkpoint("qwen2", tmp_path / "qwen2"))))
     prompts, greedy = [draw(random.Random(3), 20)] * 3, SamplingParams(max_tokens=16, **GREEDY)
     found = []
-    for settings in ({}, mtp(3)):
+    for settings in (NO_DRAFTS, mtp(3)):
         with engine(folder, enable_lora=True, **settings) as llm:
             asked = [{"prompt_token_ids": prompt} for prompt in prompts]
             whose = [None, adapter, None]
@@ -350,7 +354,7 @@ def test_an_update_of_the_weights_updates_the_module(name: str, source: str, set
     """Before it the module does not agree with the model, afterwards it does; sleep reads the first weights again."""
     old, new = reference(name).folder, reference(name, "agrees", 1).folder
     prompts, greedy = [draw(random.Random(i), 20 + i) for i in range(3)], SamplingParams(max_tokens=12, **GREEDY)
-    with engine(new) as llm:
+    with engine(new, **NO_DRAFTS) as llm:
         expected = tokens(run(llm, prompts, greedy)) if "quantization" not in settings else None
     with engine(old, **mtp(3), **settings) as llm:
         first = tokens(run(llm, prompts, greedy))
@@ -387,10 +391,14 @@ def test_an_update_without_the_module_is_refused_where_it_must_be_whole(tmp_path
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
-def drop_tensors(folder: Path, prefix: str) -> None:
+def keep_tensors(folder: Path, is_kept: Callable[[str], bool]) -> None:
     path = folder / "model.safetensors"
-    kept = {name: tensor for name, tensor in load_file(path).items() if not name.startswith(prefix)}
+    kept = {name: tensor for name, tensor in load_file(path).items() if is_kept(name)}
     save_file(kept, path, metadata={"format": "pt"})
+
+
+def drop_tensors(folder: Path, prefix: str) -> None:
+    keep_tensors(folder, lambda name: not name.startswith(prefix))
 
 
 def edit_config(folder: Path, **values: Any) -> None:
@@ -407,10 +415,37 @@ def test_the_number_of_drafts_is_by_default_that_of_the_modules(tmp_path: Path) 
             assert speculative is not None and speculative.num_speculative_tokens == count
 
 
-def test_without_the_setting_and_with_none_there_are_no_drafts() -> None:
-    for settings in ({}, {"speculative_config": None}, {"speculative_config": {"method": "none"}}):
-        with engine(reference("mimo").folder, **settings) as llm:
-            assert llm.llm_engine.config.speculative is None
+def test_a_checkpoint_with_a_module_has_drafts_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On platforms that gain. Not with the method `none`, without the module's tensors, or with some of them."""
+    caplog.set_level(logging.INFO)
+    folder = reference("mimo", "near").folder
+    without = shutil.copytree(folder, tmp_path / "without")
+    drop_tensors(without, "model.mtp_layers.")
+    matrices = shutil.copytree(folder, tmp_path / "matrices")
+    keep_tensors(matrices, lambda name: "mtp" not in name or "norm" not in name)
+    prompts, greedy = [draw(random.Random(i), 20) for i in range(3)], SamplingParams(max_tokens=16, **GREEDY)
+    found = []
+    for path, settings, is_on in (
+        (folder, NO_DRAFTS, False),
+        (folder, {}, True),
+        (folder, {"speculative_config": None, "async_scheduling": True}, True),
+        (folder, {"tensor_parallel_size": 2, "distributed_executor_backend": THREADS}, True),
+        (folder, {"load_format": "dummy"}, False),
+        (without, {}, False),
+        (matrices, {}, False),
+    ):
+        caplog.clear()
+        with engine(path, **settings) as llm:
+            speculative = llm.llm_engine.config.speculative
+            assert (speculative is not None) == is_on
+            assert ('speculative_config={"method": "none"} leaves the module out' in caplog.text) == is_on
+            if "load_format" not in settings:
+                found.append(tokens(run(llm, prompts, greedy)))
+            if is_on:
+                assert speculative is not None and speculative.is_default and speculative.adaptive
+                assert (speculative.method, speculative.num_speculative_tokens) == ("mtp", 1)
+                assert acceptance(llm)[1] > 0
+    assert all(each == found[0] for each in found)
 
 
 def test_checkpoints_without_a_module_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:

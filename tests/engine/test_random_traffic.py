@@ -73,30 +73,38 @@ def late_exports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any
 def test_random_traffic_keeps_the_state_consistent_and_the_outputs_correct(
     make_llm: MakeLLM, draft: str | None, ahead: bool, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One thread adds and aborts requests and runs steps, while others call `generate`."""
-    rng = random.Random(11)
-    guesses: dict[str, Any] = {"async_scheduling": ahead}
-    size = TIGHT["kv_cache_memory_bytes"]
+    settings: dict[str, Any] = {"async_scheduling": ahead, **TIGHT}
     if draft is not None and "mtp" in draft:
         change_draft_lengths(monkeypatch)
-        guesses |= {"model": str(reference("qwen35moe" if "hybrid" in draft else "mimo", "near").folder), **mtp(3)}
+        settings |= {"model": str(reference("qwen35moe" if "hybrid" in draft else "mimo", "near").folder), **mtp(3)}
     elif draft is not None:
-        guesses["speculative_config"] = spec_config(draft, 3)
+        settings["speculative_config"] = spec_config(draft, 3)
     if draft not in (None, "ngram"):
-        size *= 2  # two models
-    llm = make_llm(
-        kv_cache_memory_bytes=size,
-        scheduling_policy="priority",
-        **(late_exports(tmp_path, monkeypatch) if late else {"max_num_seqs": 6, "max_num_batched_tokens": 40}),
-        **guesses,
-    )
+        settings["kv_cache_memory_bytes"] *= 2  # two models
+    if late:
+        settings |= late_exports(tmp_path, monkeypatch)
+    check_random_traffic(make_llm, settings, num_requests=NUM_REQUESTS // 2 if late else NUM_REQUESTS, late=late)
+
+
+def check_random_traffic(
+    make_llm: MakeLLM, settings: dict[str, Any], *, num_requests: int = NUM_REQUESTS, late: bool = False
+) -> None:
+    """One thread adds and aborts requests and runs steps, while others call `generate`.
+
+    Args:
+        settings: Of an engine whose cache is too small for them.
+        num_requests: Requests of the first thread.
+        late: Half of these are such whose tokens are known.
+    """
+    rng = random.Random(11)
+    llm = make_llm(scheduling_policy="priority", **({"max_num_seqs": 6, "max_num_batched_tokens": 40} | settings))
     engine, scheduler = llm.llm_engine, llm.llm_engine._client._core.scheduler
     shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(150)]
     probes = [{"prompt_token_ids": shared[:length]} for length in (3, 40, 100)]
-    settings = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True) for t in (0, 1, 0)]
+    known_params = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True) for t in (0, 1, 0)]
 
     def answers() -> list[list[int]]:
-        return [list(output.outputs[0].token_ids) for output in llm.generate(probes, settings, use_tqdm=False)]
+        return [list(output.outputs[0].token_ids) for output in llm.generate(probes, known_params, use_tqdm=False)]
 
     def random_prompt(rng: random.Random) -> list[int]:
         length = rng.choice([1, 15, 16, 17, 90, 150])
@@ -108,14 +116,13 @@ def test_random_traffic_keeps_the_state_consistent_and_the_outputs_correct(
         for request_id in alive:
             engine.add_request(request_id, {"prompt_token_ids": random_prompt(rng)[:20]}, UNTIL_FULL, priority=1)
         known: dict[str, Sequence[int]] = {}  # the tokens of probes among the requests
-        num_requests = NUM_REQUESTS // 2 if late else NUM_REQUESTS
         num_added = num_steps = 0
         while num_added < num_requests or alive:
             while num_added < num_requests and len(alive) < rng.choice([1, 6, 16]):
                 request_id, ids = f"mine-{num_added}", random_prompt(rng)
                 if late and rng.random() < 0.5:
                     probe = rng.randrange(len(probes))
-                    engine.add_request(request_id, probes[probe], settings[probe])
+                    engine.add_request(request_id, probes[probe], known_params[probe])
                     known[request_id] = before[probe]
                     alive.add(request_id)
                     num_added += 1
@@ -163,7 +170,7 @@ def test_random_traffic_keeps_the_state_consistent_and_the_outputs_correct(
     stats = scheduler.make_stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
     assert not engine.has_unfinished_requests()
-    assert stats.num_preemptions > 0 and (stats.num_accepted_tokens > 0) == (draft is not None)
+    assert stats.num_preemptions > 0 and (stats.num_accepted_tokens > 0) == ("speculative_config" in settings)
     for _ in range(2):
         assert answers() == before
         assert llm.reset_prefix_cache()

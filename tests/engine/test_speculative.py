@@ -7,6 +7,7 @@ import itertools
 import random
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from mvllm import LLM, BeamSearchParams, LoRARequest, RequestError, RequestOutput, SamplingParams
 from mvllm.messages.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -26,10 +28,11 @@ from tests.engine.test_async_scheduling import requests, visible_outputs
 from tests.helpers import parity
 from tests.helpers.async_engine import async_engine, joined, params
 from tests.helpers.lora_adapters import write_adapter
-from tests.helpers.model_zoo import VOCAB_SIZE, make_checkpoint
+from tests.helpers.model_zoo import VOCAB_SIZE, load_reference, make_checkpoint
 from tests.helpers.parity import bytes_of_blocks, engine
 from tests.helpers.thread_executor import ThreadExecutor
 from tests.helpers.threads import generate_in_threads
+from tests.helpers.zoo_mtp import MTPReference, nearly_agree
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
 GREEDY = {"temperature": 0, "ignore_eos": True, "detokenize": False}
@@ -312,7 +315,21 @@ def test_each_request_uses_its_own_lora_adapter(checkpoint: Path, make_llm: Make
 
 
 def test_requests_with_grammars_have_drafts(make_llm: MakeLLM) -> None:
-    """Also where reasoning ends within a draft, with penalties, and with tokens that the grammar refuses."""
+    kinds = (("ngram", 5, True), ("same", 4, False), ("near", 7, True))
+    check_grammars(
+        make_llm,
+        [{"speculative_config": spec_config(kind, count), "async_scheduling": ahead} for kind, count, ahead in kinds],
+    )
+
+
+def check_grammars(make_llm: MakeLLM, engines: list[dict[str, Any]], **common: Any) -> None:
+    """Tokens with grammars, also where reasoning ends within a draft, with penalties, and with tokens that the grammar
+    refuses.
+
+    Args:
+        engines: Settings of engines with drafts.
+        common: Settings of all engines.
+    """
     words = StructuredOutputsParams(regex="(ab|cd|ef)( (ab|cd|ef)){2,12}")
     reasoning = StructuredOutputsParams(choice=["abcabcabcabc", "abcabd"], thoughts_start="<", thoughts_end=">")
     schema = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 3, "maxItems": 9}
@@ -324,9 +341,9 @@ def test_requests_with_grammars_have_drafts(make_llm: MakeLLM) -> None:
     ]
     wanted.append(SamplingParams(max_tokens=30, **GREEDY))
     prompts = [draw(random.Random(9), 20)] * len(wanted)
-    expected = run(make_llm(), prompts, wanted)
-    for kind, count, ahead in (("ngram", 5, True), ("same", 4, False), ("near", 7, True)):
-        llm = make_llm(speculative_config=spec_config(kind, count), async_scheduling=ahead)
+    expected = run(make_llm(**common), prompts, wanted)
+    for each in engines:
+        llm = make_llm(**common, **each)
         check_close(run(llm, prompts[:-1], wanted[:-1]), expected[:-1])
         guessed, right = acceptance(llm)
         assert 0 < right <= guessed
@@ -335,10 +352,15 @@ def test_requests_with_grammars_have_drafts(make_llm: MakeLLM) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_aborted_request_leaves_no_state(make_llm: MakeLLM, ahead: bool) -> None:
-    llm = make_llm(speculative_config=spec_config("near"), async_scheduling=ahead)
+    check_aborts(make_llm, spec_config("near"), async_scheduling=ahead)
+
+
+def check_aborts(make_llm: MakeLLM, speculative: dict[str, Any], **settings: Any) -> None:
+    """Requests that are aborted after every number of steps change no token of others and leave no block."""
+    llm = make_llm(speculative_config=speculative, **settings)
     prompts = [draw(random.Random(i), 20) for i in range(4)]
     greedy = SamplingParams(max_tokens=40, **GREEDY)
-    expected = tokens(run(make_llm(), prompts, greedy))
+    expected = tokens(run(make_llm(**settings), prompts, greedy))
     llm_engine = llm.llm_engine
     for i in range(12):
         for place, prompt in enumerate(prompts):
@@ -448,6 +470,79 @@ def test_a_draft_model_with_fewer_tokens_than_the_model(make_llm: MakeLLM) -> No
         found.append(tokens(run(make_llm(model=large, speculative_config=speculative), prompts, sampling)))
     assert found[0] == found[1] == found[2]
     assert {321, 322} & set(found[0][0] + found[0][1])
+
+
+# ------------------------------------------------------------------------------------------------- sampled distribution
+
+FEW_TOKENS = (20, 45, 70, 101, 150, 222)
+
+
+def check_distribution(
+    folder: Path, speculative: dict[str, Any], *, model: PreTrainedModel | None = None, num_samples: int = 1200
+) -> None:
+    """Three sampled tokens have the probabilities that follow from the logits of transformers: chi-square.
+
+    Six tokens are allowed, of which top-p leaves out some. The prompt repeats them, so that every method has drafts.
+
+    Args:
+        folder: The served model.
+        speculative: `speculative_config` of a method that proposes at least two draft tokens here.
+        model: That model in transformers; by default it is read from `folder`.
+        num_samples: Sequences, with a seed each.
+    """
+    prompt = [*FEW_TOKENS, *FEW_TOKENS[::-1], *FEW_TOKENS[::2], *FEW_TOKENS[1::2], *FEW_TOKENS]
+    settings = {"temperature": 1.5, "top_p": 0.9, "repetition_penalty": 1.15}
+    wanted = [
+        SamplingParams(
+            n=100, seed=1000 * i, max_tokens=3, allowed_token_ids=list(FEW_TOKENS), ignore_eos=True, **settings
+        )
+        for i in range(num_samples // 100)
+    ]
+    with engine(folder, max_num_seqs=24, speculative_config=speculative) as llm:
+        outputs = run(llm, [prompt] * len(wanted), wanted)
+        drafted, accepted = acceptance(llm)
+    assert 0.01 * num_samples < accepted <= drafted
+    found = Counter(tuple(each.token_ids) for output in outputs for each in output.outputs)
+    probabilities = probabilities_of_three(model or load_reference(folder), prompt, **settings)
+    assert found.keys() <= {tokens for tokens, p in probabilities.items() if p > 0}
+    cells = [(found[tokens], num_samples * p) for tokens, p in probabilities.items()]
+    rare = [cell for cell in cells if cell[1] < 5]
+    cells = [cell for cell in cells if cell[1] >= 5] + [(sum(a for a, _ in rare), sum(b for _, b in rare))]
+    assert len(cells) > 12
+    statistic = sum((count - expected) ** 2 / expected for count, expected in cells if expected)
+    freedom = len(cells) - 1
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
+
+
+@torch.inference_mode()
+def probabilities_of_three(
+    model: PreTrainedModel, prompt: list[int], temperature: float, top_p: float, repetition_penalty: float
+) -> dict[tuple[int, ...], float]:
+    """The probability of each three tokens of FEW_TOKENS, by their definition."""
+    tokens = torch.tensor(FEW_TOKENS)
+    threes = list(itertools.product(range(len(tokens)), repeat=3))
+    sequences = [[*prompt, FEW_TOKENS[a], FEW_TOKENS[b]] for a, b in itertools.product(range(len(tokens)), repeat=2)]
+    logits = model(torch.tensor(sequences)).logits[:, -3:, tokens].float()
+    # Every token is in the prompt, so all have the penalty.
+    logits = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty) / temperature
+    probabilities, order = logits.softmax(-1).sort(descending=True)
+    probabilities = probabilities * (probabilities.cumsum(-1) - probabilities < top_p)
+    probabilities = torch.zeros_like(probabilities).scatter(-1, order, probabilities)
+    probabilities = (probabilities / probabilities.sum(-1, keepdim=True)).double()
+    return {
+        tuple(FEW_TOKENS[i] for i in (a, b, c)): float(probabilities[a * len(tokens) + b, range(3), (a, b, c)].prod())
+        for a, b, c in threes
+    }
+
+
+@pytest.mark.parametrize("kind", ["ngram", "near", "mtp"])
+def test_sampled_tokens_have_the_distribution_of_the_model(kind: str) -> None:
+    if kind == "mtp":
+        made = MTPReference("mimo", Path(tempfile.mkdtemp(prefix="mvllm-mtp-")) / "mimo", edit=nearly_agree)
+        settings = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+        check_distribution(made.folder, settings, model=made.model)
+    else:
+        check_distribution(drafts(), spec_config(kind, 2))
 
 
 # ------------------------------------------------------------------------------------------------------------- failures

@@ -95,7 +95,8 @@ def test_random_engines_and_requests_give_the_outputs_of_requests_alone(
     ]
     folder = reference(name, WITH_MODULES[name]).folder if name in WITH_MODULES else drafts(name)
     settings = random_settings(rng, name)
-    with engine(folder, enable_prefix_caching=False, async_scheduling=False) as llm:
+    plain = {"enable_prefix_caching": False, "async_scheduling": False, "speculative_config": {"method": "none"}}
+    with engine(folder, **plain) as llm:
         expected = [run(llm, [prompt], params)[0] for prompt, params in zip(prompts, wanted, strict=True)]
     if rng.random() < 0.5:
         settings["kv_cache_memory_bytes"] = smallest_memory(settings, folder, rng)

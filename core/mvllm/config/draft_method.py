@@ -64,6 +64,7 @@ class SpeculativeConfig:
         options: Further settings of the method, for its proposer.
         adaptive: Steps have fewer draft tokens, or none, where measured times show that this gives more tokens per
             second. Otherwise always `num_speculative_tokens`.
+        is_default: The user has not asked for drafts. Where something excludes them, there are none.
     """
 
     method: str
@@ -77,6 +78,7 @@ class SpeculativeConfig:
     reads_layers: tuple[int, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     adaptive: bool = True
+    is_default: bool = False
 
     @property
     def num_lookahead_tokens(self) -> int:

@@ -187,7 +187,9 @@ class EngineArgs(EngineSettings):
         def read(name: str, revision: str | None) -> HFConfig:
             return HFConfig.load(other(name, revision)._model_folder())
 
-        return read_speculative_config(self.speculative_config, build, read, target)
+        return read_speculative_config(
+            self.speculative_config, build, read, target, with_weights=self.load_format != "dummy"
+        )
 
     def _has_models_tokenizer(self) -> bool:
         if self.skip_tokenizer_init:

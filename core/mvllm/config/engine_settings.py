@@ -131,8 +131,8 @@ class EngineSettings(MultiModalArgs):
         None,
         help="Speculative decoding, as a JSON object: method 'mtp' (the checkpoint's own multi-token-prediction "
         "module), 'ngram' (prompt_lookup_max, prompt_lookup_min), 'none', or that of a package, such as 'suffix' and "
-        "'eagle3' of mvllm-drafts; or a draft 'model'; with num_speculative_tokens. It does not change outputs; off by "
-        "default.",
+        "'eagle3' of mvllm-drafts; or a draft 'model'; with num_speculative_tokens. It does not change outputs. The "
+        "default is 'mtp' where the checkpoint has the module and the platform gains, else no drafts.",
         group="model",
     )
     enforce_eager: bool = option(False, help="Never capture graphs or compile.", group="model")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mvllm.checkpoint_formats.registry import is_derived_folder
 from mvllm.config.checkpoint_head import tensor_names
 from mvllm.config.families import core_architectures, find_architecture
 from mvllm.config.model import ModelConfig
@@ -60,11 +61,21 @@ def mtp_heads(model: ModelConfig) -> tuple[MTPHeads, int]:
 def default_speculative_config(model: ModelConfig) -> Mapping[str, Any] | None:
     """The value of `speculative_config` where the setting is not given; None for no speculative decoding.
 
-    This is the one place that decides whether a checkpoint's MTP modules are used by default. They are not: they need
-    memory, and whether they pay depends on the platform. `speculative_config={"method": "none"}` stays without draft
-    tokens whatever this returns.
+    A checkpoint that really has MTP modules is used with them, unless the platform or another setting excludes them:
+    `mvllm.engine.core.default_drafts` decides that, because the platform is not known here.
     """
-    return None
+    try:
+        mtp, _ = mtp_heads(model)
+    except (ConfigError, ModelError):
+        return None
+    if names := tensor_names(model.path):
+        # Copies that leave the module out may have kept some matrices of it.
+        prefix = mtp.tensors.format(layer=model.num_layers)
+        is_whole = any(name.startswith(prefix) and "norm" in name for name in names)
+        return {"method": MTP} if is_whole else None
+    # Other files: config.json was derived from their tensors, so a number that stands there is that of modules.
+    is_certain = is_derived_folder(model.path) and any(model.hf_config.get(key) for key in mtp.count_keys)
+    return {"method": MTP} if is_certain else None
 
 
 def _number_of_modules(model: ModelConfig, mtp: MTPHeads) -> int:

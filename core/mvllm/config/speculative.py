@@ -135,7 +135,12 @@ _METHODS: Mapping[str, type[DraftMethod]] = {NGRAM: NgramMethod, DRAFT_MODEL: Dr
 
 
 def read_speculative_config(
-    settings: Mapping[str, Any] | None, build_model: BuildModel, read_config: ReadConfig, target: ModelConfig
+    settings: Mapping[str, Any] | None,
+    build_model: BuildModel,
+    read_config: ReadConfig,
+    target: ModelConfig,
+    *,
+    with_weights: bool = True,
 ) -> SpeculativeConfig | None:
     """Checks the settings and reads the draft model's config, if there is one.
 
@@ -144,6 +149,7 @@ def read_speculative_config(
         build_model: Builds the config of a draft model.
         read_config: Reads the `config.json` of a draft model.
         target: The target model.
+        with_weights: Whether the checkpoint's weights are read. Otherwise the default is no speculative decoding.
 
     Returns:
         None without speculative decoding.
@@ -153,8 +159,9 @@ def read_speculative_config(
             together.
         ModelError: The draft model cannot be found or is not usable.
     """
+    is_default = settings is None
     if settings is None:
-        settings = default_speculative_config(target) if target.kind.generates else None
+        settings = default_speculative_config(target) if target.kind.generates and with_weights else None
         if settings is None:
             return None
     if settings.get("method") == _NONE:
@@ -177,7 +184,8 @@ def read_speculative_config(
     adaptive = settings.get("adaptive", True)
     if not isinstance(adaptive, bool):
         raise ConfigError(f"speculative_config: adaptive must be true or false, found {adaptive!r:.40}.")
-    return replace(method.read(DraftSettings(name, settings, target, build_model, read_config)), adaptive=adaptive)
+    found = method.read(DraftSettings(name, settings, target, build_model, read_config))
+    return replace(found, adaptive=adaptive, is_default=is_default)
 
 
 def _default_method(settings: Mapping[str, Any], read_config: ReadConfig) -> str:

@@ -64,6 +64,9 @@ class Capabilities:
         scaled_memory_profile: Since contract 1.1. At the start, core measures the memory of a small step and scales it
             to the largest one, which takes seconds on such a device: a host's processor. It does so with eager
             operations, whose memory grows with the tokens and requests of a step; do not claim it with `static_shapes`.
+        drafts_by_default: Since contract 1.1. With few requests, a step that verifies some draft tokens takes little
+            longer than one without. Where `speculative_config` is not set, core drafts with the multi-token-prediction
+            module of a checkpoint that has one.
     """
 
     dtypes: tuple[str, ...]
@@ -97,6 +100,7 @@ class Capabilities:
     non_causal_spans: bool = False
     weight_offloading: bool = False
     scaled_memory_profile: bool = False
+    drafts_by_default: bool = False
 
     @property
     def offloads_weights(self) -> bool:

@@ -84,6 +84,91 @@ def write_head(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) ->
     return folder
 
 
+def head_settings(folder: Path, **settings: Any) -> dict[str, Any]:
+    """`speculative_config` with a head."""
+    return {"model": str(folder), "num_speculative_tokens": 3, "adaptive": False, **settings}
+
+
+def write_eagle3(folder: Path, **config: Any) -> Path:
+    """A head for a model of three layers: it reads the states before the layers 0, 1 and 2."""
+    num_layers = config.get("num_hidden_layers", 1)
+    layers = config.setdefault("eagle_aux_hidden_state_layer_ids", [0, 1, 2])
+    tensors = eagle3_tensors(num_layers, len(layers))
+    if config.get("norm_before_fc"):
+        tensors |= norm_tensors("input_norm", size=3 * SIZE)
+    if config.get("fc_norm"):
+        tensors |= norm_tensors(*(f"fc_norm.{i}" for i in range(len(layers))), seed=4)
+    if "ptd_token_id" in config:
+        tensors["mask_hidden"] = torch.randn(1, 1, 3 * SIZE, generator=torch.Generator().manual_seed(8))
+    if config.pop("own_embedding", False):
+        tensors["embed_tokens.weight"] = torch.randn(VOCAB_SIZE, SIZE, generator=torch.Generator().manual_seed(7))
+    return write_head(folder, tensors, **config)
+
+
+def write_eagle(folder: Path, *, bias: bool = False) -> Path:
+    generator = torch.Generator().manual_seed(3)
+    tensors = layer_tensors("layers.0", SIZE, generator)
+    tensors["fc.weight"] = torch.randn(SIZE, 2 * SIZE, generator=generator) / 8
+    if bias:
+        tensors["fc.bias"] = torch.randn(SIZE, generator=generator)
+    return write_head(folder, tensors, architectures=["EagleLlamaForCausalLM"], draft_vocab_size=None)
+
+
+def change_little(checkpoint: Path, folder: Path, noise: float = 0.0) -> Path:
+    """A copy of a Llama whose layers add `noise` times what they did: with 0, the next token depends on the last one.
+
+    Args:
+        checkpoint: The Llama.
+        folder: Where the copy is written.
+    """
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = noise * tensor
+        elif "norm" in name:
+            tensors[name] = torch.ones_like(tensor)
+    folder.mkdir(parents=True)
+    for file in checkpoint.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def agreeing_head(kind: str, folder: Path, *, embedding: torch.Tensor | None = None) -> Path:
+    """A head that predicts the next token from the last one alone, with the output matrix of the model.
+
+    In EAGLE-3 the attention does it: with long queries and keys each position attends to itself, and its value is the
+    embedding. With parallel drafts the first draft token is that one.
+
+    Args:
+        kind: `eagle`, `eagle3` or `parallel`.
+        folder: Where it is written.
+        embedding: Of the head; without one, it uses that of the model.
+    """
+    identity, zeros = torch.eye(SIZE), torch.zeros(SIZE, SIZE)
+    name = "layers.0" if kind == "eagle" else "midlayer"
+    tensors = layer_tensors(name, 2 * SIZE, torch.Generator(), kv_heads=HEADS)
+    tensors = {name: torch.ones(SIZE) if "norm" in name else torch.zeros_like(t) for name, t in tensors.items()}
+    config: dict[str, Any] = {"draft_vocab_size": None, "num_key_value_heads": HEADS}
+    if embedding is not None:
+        tensors["embed_tokens.weight"] = embedding
+    if kind == "eagle":
+        tensors = {name: tensor[:, :SIZE] if "self_attn" in name else tensor for name, tensor in tensors.items()}
+        tensors["fc.weight"] = torch.cat((identity, zeros), dim=1)
+        return write_head(folder, tensors, architectures=["EagleLlamaForCausalLM"], **config)
+    for which, scale in (("q", 30.0), ("k", 30.0), ("v", 1.0)):
+        tensors[f"midlayer.self_attn.{which}_proj.weight"] = torch.cat((scale * identity, zeros), dim=1)
+    tensors["midlayer.self_attn.o_proj.weight"] = identity
+    tensors["fc.weight"] = torch.zeros(SIZE, 3 * SIZE)
+    tensors |= {f"{name}.weight": torch.ones(SIZE) for name in ("midlayer.input_layernorm", "norm")}
+    tensors["midlayer.hidden_norm.weight"] = torch.zeros(SIZE)
+    if kind == "parallel":
+        config["ptd_token_id"] = 317
+        tensors["mask_hidden"] = torch.zeros(1, 1, 3 * SIZE)
+    return write_head(folder, tensors, eagle_aux_hidden_state_layer_ids=[0, 1, 2], norm_before_residual=True, **config)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
 

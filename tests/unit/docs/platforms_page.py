@@ -57,6 +57,7 @@ CLAUSES_OF: dict[str, tuple[str, ...]] = {
     "kv_transfer": tuple(f"KVT-{number:02}" for number in range(1, 5)),
     "weight_offloading": ("LIF-07",),
     "scaled_memory_profile": ("MEM-01", "RUN-02"),
+    "drafts_by_default": ("SHP-04",),
 }
 """The clauses of each capability; a new field of Capabilities must be added here (a test checks this)."""
 

@@ -72,6 +72,32 @@ def test_methods_that_read_hidden_states_are_refused_where_models_run_as_graphs(
     assert resolve(speculative_config(draft()), graph_compiler=True).speculative is not None
 
 
+@pytest.mark.parametrize(
+    ("changes", "backend", "why"),
+    [
+        ({}, None, None),
+        ({"drafts_by_default": False}, None, "on the platform 'acme' they are used where they are asked for"),
+        ({"graph_compiler": True}, None, "it runs models as graphs"),
+        ({"static_shapes": True}, None, "compiles every shape"),
+        ({"torch_device": False}, None, "has its own worker"),
+        ({}, "external_launcher", "with external_launcher their number cannot follow"),
+    ],
+)
+def test_drafts_that_nobody_has_asked_for_are_left_out_where_something_excludes_them(
+    changes, backend, why, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(FakePlatform, "shapes", lambda self: ShapePolicy(tokens=(64,)), raising=False)
+    config = speculative_config(dataclasses.replace(draft(), method="mtp", reads_hidden=True, is_default=True))
+    config = dataclasses.replace(
+        config, parallel=dataclasses.replace(config.parallel, distributed_executor_backend=backend)
+    )
+    settled = resolve(config, **{"drafts_by_default": True, **changes})
+    assert (settled.speculative is None) == (why is not None)
+    assert (f"{why}" in caplog.text) == (why is not None)
+    assert ('{"method": "none"} leaves the module out' in caplog.text) == (why is None)
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_async_scheduling_with_draft_tokens_is_as_asked(asked):
     settled = resolve(speculative_config(async_scheduling=asked))

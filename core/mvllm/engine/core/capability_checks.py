@@ -32,7 +32,7 @@ def required_config_changes(config: EngineConfig, capabilities: Capabilities, pl
     _check_model(config.model, capabilities, platform)
     _check_parallel(config, capabilities, platform)
     _check_lora(config, capabilities, platform)
-    _check_speculative(config, capabilities, platform)
+    check_speculative(config, capabilities, platform)
     _check_batch_invariant(config, capabilities, platform)
     _check_kv_transfer(config, capabilities, platform)
     cache, scheduler = config.cache, config.scheduler
@@ -157,7 +157,12 @@ def _check_lora(config: EngineConfig, capabilities: Capabilities, platform: str)
         )
 
 
-def _check_speculative(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:
+def check_speculative(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:
+    """Checks that the platform and the other settings allow the method of speculative decoding.
+
+    Raises:
+        ConfigError: They do not.
+    """
     if config.speculative is None:
         return
     why = _why_unsupported(capabilities, "the number of draft tokens differs")

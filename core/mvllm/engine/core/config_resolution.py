@@ -6,6 +6,7 @@ import dataclasses
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig, replace_field
 from mvllm.engine.core.capability_checks import required_config_changes
+from mvllm.engine.core.default_drafts import settle_default_drafts
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.executor.interface import log_drawn_seed
 from mvllm.logging import get_logger
@@ -29,6 +30,8 @@ def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
             capability, or changes a setting to an invalid value.
         PlatformError: The platform raises, or its return value violates the contract.
     """
+    capabilities: Capabilities = call_checked(platform, "capabilities", returns=Capabilities)
+    config = settle_default_drafts(config, capabilities, platform.spec.name)
     with enter_phase(Phase.FRONTEND):
         answer: Plan | Refusals = call_checked(platform, "plan", config, returns=(Plan, Refusals))
     _check_plan_items(platform, answer)
@@ -43,7 +46,6 @@ def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
         _log(change)
     if config.cache.memory_utilization is None:
         config = replace_field(config, "cache.memory_utilization", DEFAULT_MEMORY_UTILIZATION)
-    capabilities: Capabilities = call_checked(platform, "capabilities", returns=Capabilities)
     dtype = _resolve_dtype(config, capabilities, platform.spec.name)
     config = replace_field(config, dtype.field, dtype.value) if dtype else config
     if config.speculative is not None and config.speculative.model is not None:

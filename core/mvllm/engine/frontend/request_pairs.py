@@ -113,7 +113,7 @@ class PairRequestsOfEngine:
         if self._context.config.speculative is not None:
             raise RequestError(
                 f"{kind.parameter} cannot be combined with speculative decoding: draft tokens are verified without "
-                "companions. Start the engine without speculative_config.",
+                'companions. Start the engine with speculative_config={"method": "none"}.',
                 parameter=kind.parameter,
             )
         return kind

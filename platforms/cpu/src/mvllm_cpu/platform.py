@@ -62,6 +62,7 @@ CAPABILITIES = Capabilities(
     sparse_attention=True,
     kv_transfer=True,
     non_causal_spans=True,
+    drafts_by_default=True,
 )
 
 

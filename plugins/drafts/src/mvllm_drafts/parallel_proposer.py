@@ -39,9 +39,9 @@ class ParallelProposer(Proposer):
         rows, first = step.inputs.rows, step.inputs.first_positions
         known = self._known(step)
         ends = first + known
-        samples = np.isin(rows, step.rows) & (known > 0) & (ends + 1 == self._lengths(rows))
+        samples = np.isin(rows, step.rows) & (known > 0) & (ends + 1 == self._lengths(rows)) & (step.num_tokens > 0)
         room = np.minimum(self.context.rows.num_blocks[rows] * self.context.block_size, self._max_len) - ends
-        masked = np.where(samples, np.clip(room, 0, step.num_tokens - 1), 0)
+        masked = np.where(samples, np.clip(room, 0, max(step.num_tokens - 1, 0)), 0)
         for row, count in zip(rows[samples].tolist(), masked[samples].tolist(), strict=True):
             self.context.rows.history.set_draft_tokens(row, [self._mask_token_id] * count)
         computes = known > 0

@@ -12,15 +12,16 @@ import pytest
 import torch
 from plugins.drafts.tests.eagle_heads import (
     CONFIG,
-    HEADS,
-    SIZE,
     ReferenceHead,
+    agreeing_head,
+    change_little,
     eagle3_tensors,
-    layer_tensors,
-    norm_tensors,
+    head_settings,
+    write_eagle,
+    write_eagle3,
     write_head,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mvllm import SamplingParams
@@ -30,40 +31,11 @@ from mvllm_drafts.parallel_proposer import ParallelProposer
 from tests.engine.conftest import MakeLLM
 from tests.engine.test_async_scheduling import requests
 from tests.engine.test_speculative import GREEDY, THREADS, acceptance, check_close, draw, run, tokens
-from tests.helpers.model_zoo import VOCAB_SIZE, make_checkpoint
+from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import bytes_of_blocks
 from tests.helpers.plugins import example_platform_path, prepend
 
 K = 3
-
-
-def head_settings(folder: Path, **settings: Any) -> dict[str, Any]:
-    return {"model": str(folder), "num_speculative_tokens": K, "adaptive": False, **settings}
-
-
-def write_eagle3(folder: Path, **config: Any) -> Path:
-    """A head for a model of three layers: it reads the states before the layers 0, 1 and 2."""
-    num_layers = config.get("num_hidden_layers", 1)
-    layers = config.setdefault("eagle_aux_hidden_state_layer_ids", [0, 1, 2])
-    tensors = eagle3_tensors(num_layers, len(layers))
-    if config.get("norm_before_fc"):
-        tensors |= norm_tensors("input_norm", size=3 * SIZE)
-    if config.get("fc_norm"):
-        tensors |= norm_tensors(*(f"fc_norm.{i}" for i in range(len(layers))), seed=4)
-    if "ptd_token_id" in config:
-        tensors["mask_hidden"] = torch.randn(1, 1, 3 * SIZE, generator=torch.Generator().manual_seed(8))
-    if config.pop("own_embedding", False):
-        tensors["embed_tokens.weight"] = torch.randn(VOCAB_SIZE, SIZE, generator=torch.Generator().manual_seed(7))
-    return write_head(folder, tensors, **config)
-
-
-def write_eagle(folder: Path, *, bias: bool = False) -> Path:
-    generator = torch.Generator().manual_seed(3)
-    tensors = layer_tensors("layers.0", SIZE, generator)
-    tensors["fc.weight"] = torch.randn(SIZE, 2 * SIZE, generator=generator) / 8
-    if bias:
-        tensors["fc.bias"] = torch.randn(SIZE, generator=generator)
-    return write_head(folder, tensors, architectures=["EagleLlamaForCausalLM"], draft_vocab_size=None)
 
 
 @pytest.fixture
@@ -141,50 +113,11 @@ def test_drafts_are_those_of_the_published_head(
         assert drafts == expected[: len(drafts)] and drafts
 
 
-def change_nothing(checkpoint: Path, folder: Path) -> Path:
-    """A model whose layers add nothing: the next token depends on the last one alone."""
-    tensors = load_file(checkpoint / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name] = torch.zeros_like(tensor)
-        elif "norm" in name:
-            tensors[name] = torch.ones_like(tensor)
-    folder.mkdir()
-    for file in checkpoint.iterdir():
-        if file.suffix != ".safetensors":
-            (folder / file.name).write_bytes(file.read_bytes())
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def agreeing_head(kind: str, folder: Path) -> Path:
-    """A head that predicts the next token from the last one alone, with the output matrix of the model.
-
-    In EAGLE-3 the attention does it: with long queries and keys each position attends to itself, and its value is the
-    embedding.
-    """
-    identity, zeros = torch.eye(SIZE), torch.zeros(SIZE, SIZE)
-    tensors = layer_tensors("midlayer" if kind == "eagle3" else "layers.0", 2 * SIZE, torch.Generator(), kv_heads=HEADS)
-    tensors = {name: torch.ones(SIZE) if "norm" in name else torch.zeros_like(t) for name, t in tensors.items()}
-    config = {"draft_vocab_size": None, "num_key_value_heads": HEADS}
-    if kind == "eagle":
-        tensors = {name: tensor[:, :SIZE] if "self_attn" in name else tensor for name, tensor in tensors.items()}
-        tensors["fc.weight"] = torch.cat((identity, zeros), dim=1)
-        return write_head(folder, tensors, architectures=["EagleLlamaForCausalLM"], **config)
-    for name, scale in (("q", 30.0), ("k", 30.0), ("v", 1.0)):
-        tensors[f"midlayer.self_attn.{name}_proj.weight"] = torch.cat((scale * identity, zeros), dim=1)
-    tensors["midlayer.self_attn.o_proj.weight"] = identity
-    tensors["fc.weight"] = torch.zeros(SIZE, 3 * SIZE)
-    tensors |= {f"{name}.weight": torch.ones(SIZE) for name in ("midlayer.input_layernorm", "norm")}
-    tensors["midlayer.hidden_norm.weight"] = torch.zeros(SIZE)
-    return write_head(folder, tensors, eagle_aux_hidden_state_layer_ids=[0, 1, 2], norm_before_residual=True, **config)
-
-
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_every_draft_of_a_head_that_agrees_is_accepted(
     checkpoint: Path, make_llm: MakeLLM, tmp_path: Path, kind: str
 ) -> None:
-    model, head = change_nothing(checkpoint, tmp_path / "model"), agreeing_head(kind, tmp_path / "head")
+    model, head = change_little(checkpoint, tmp_path / "model"), agreeing_head(kind, tmp_path / "head")
     prompts = [draw(random.Random(2), length) for length in (3, 17, 40)]
     params = SamplingParams(max_tokens=30, **GREEDY)
     expected = tokens(run(make_llm(model=model), prompts, params))

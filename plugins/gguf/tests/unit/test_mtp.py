@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plugins.gguf.tests.unit.test_checkpoint import check_same
@@ -11,7 +12,7 @@ from plugins.gguf.tests.written_files import make_folder, write_gguf
 from safetensors.torch import load_file, save_file
 
 from mvllm import SamplingParams
-from mvllm.config.mtp import mtp_heads
+from mvllm.config.mtp import default_speculative_config, mtp_heads
 from mvllm.errors import ConfigError
 from mvllm_gguf.header import read_gguf
 from mvllm_gguf.model_config import model_config
@@ -45,11 +46,13 @@ def test_an_engine_drafts_with_the_blocks_of_a_file(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     prompt = {"prompt_token_ids": [5, 9, 7] * 6}
     found = []
-    for settings in ({}, {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}):
-        with parity.engine(folder, skip_tokenizer_init=True, **settings) as llm:
+    none: dict[str, Any] = {"method": "none"}
+    for settings in (none, None, {"method": "mtp", "num_speculative_tokens": 3}):
+        with parity.engine(folder, skip_tokenizer_init=True, speculative_config=settings) as llm:
             found.append(list(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids))
-            stats = llm.llm_engine.stats
-    assert found[0] == found[1]
+            stats, speculative = llm.llm_engine.stats, llm.llm_engine.config.speculative
+            assert (speculative is not None) == (settings is not none)  # by default, it is on
+    assert found[0] == found[1] == found[2]
     assert stats is not None and stats.num_draft_tokens == stats.num_accepted_tokens > 0
 
 
@@ -68,6 +71,7 @@ def test_a_file_without_the_tensors_has_no_module(name: str, tmp_path: Path) -> 
     folder = make_folder(file, tmp_path / "derived", model_config(read_gguf(file)))
     with pytest.raises(ConfigError, match="this checkpoint has none"):
         mtp_heads(read_config(folder))
+    assert default_speculative_config(read_config(folder)) is None
 
 
 _COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
