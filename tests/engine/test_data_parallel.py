@@ -96,10 +96,11 @@ def test_a_prompt_is_routed_to_the_replica_that_caches_its_prefix(
 
 
 def test_replicas_with_drafts_planned_ahead_neither_double_nor_lose_a_token(checkpoint: Path) -> None:
-    check_streams_of_replicas(checkpoint, NGRAM)
+    settings = {"async_scheduling": True, "kv_cache_memory_bytes": TIGHT["kv_cache_memory_bytes"], "max_num_seqs": 6}
+    check_streams_of_replicas(checkpoint, 30, speculative_config=NGRAM, data_parallel_size=2, **settings)
 
 
-def check_streams_of_replicas(checkpoint: Path, speculative: dict[str, Any], count: int = 30) -> None:
+def check_streams_of_replicas(checkpoint: Path, count: int, **settings: Any) -> None:
     """Deltas of `count` streams of two replicas with drafts, while some are aborted, stop and are preempted."""
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7, "seed": 3}, {"stop_token_ids": list(range(0, 320, 9))}]
     prompts = [{"prompt_token_ids": [5 + i % 4, 6, 7] * (2 + i % 5)} for i in range(count)]
@@ -124,8 +125,7 @@ def check_streams_of_replicas(checkpoint: Path, speculative: dict[str, Any], cou
             assert tokens == expected[i][: len(tokens)] and (most[i] < 99 or len(tokens) == len(expected[i]))
         assert client_of(llm).num_unfinished == [0, 0]
 
-    settings = {"async_scheduling": True, "kv_cache_memory_bytes": TIGHT["kv_cache_memory_bytes"], "max_num_seqs": 6}
-    with async_engine(checkpoint, speculative_config=speculative, data_parallel_size=2, **settings) as llm:
+    with async_engine(checkpoint, **settings) as llm:
         asyncio.run(all_of_them(llm))
 
 
