@@ -98,15 +98,15 @@ def test_a_prompt_is_routed_to_the_replica_that_caches_its_prefix(
 
 @pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.exhaustive), "mtp"])
 def test_replicas_with_drafts_planned_ahead_neither_double_nor_lose_a_token(checkpoint: Path, method: str) -> None:
-    if method == "ngram":
-        check_streams_of_replicas(checkpoint, NGRAM)
-    else:
-        check_streams_of_replicas(reference("mimo", "near").folder, mtp(3)["speculative_config"], num_models=2)
+    folder, drafts, num_models = checkpoint, NGRAM, 1
+    if method == "mtp":
+        folder, drafts, num_models = reference("mimo", "near").folder, mtp(3)["speculative_config"], 2
+    size = TIGHT["kv_cache_memory_bytes"] * num_models
+    settings = {"async_scheduling": True, "kv_cache_memory_bytes": size, "max_num_seqs": 6}
+    check_streams_of_replicas(folder, 30, speculative_config=drafts, data_parallel_size=2, **settings)
 
 
-def check_streams_of_replicas(
-    folder: Path, speculative: dict[str, Any], count: int = 30, *, num_models: int = 1
-) -> None:
+def check_streams_of_replicas(folder: Path, count: int, **settings: Any) -> None:
     """Deltas of `count` streams of two replicas with drafts, while some are aborted, stop and are preempted."""
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7, "seed": 3}, {"stop_token_ids": list(range(0, 320, 9))}]
     prompts = [{"prompt_token_ids": [5 + i % 4, 6, 7] * (2 + i % 5)} for i in range(count)]
@@ -132,9 +132,7 @@ def check_streams_of_replicas(
         assert client_of(llm).num_unfinished == [0, 0]
         assert llm.stats.num_accepted_tokens > 0
 
-    size = TIGHT["kv_cache_memory_bytes"] * num_models
-    settings = {"async_scheduling": True, "kv_cache_memory_bytes": size, "max_num_seqs": 6}
-    with async_engine(folder, speculative_config=speculative, data_parallel_size=2, **settings) as llm:
+    with async_engine(folder, **settings) as llm:
         asyncio.run(all_of_them(llm))
 
 

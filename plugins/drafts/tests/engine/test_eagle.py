@@ -130,7 +130,7 @@ def test_every_draft_of_a_head_that_agrees_is_accepted(
     assert stats is not None
 
 
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("parallel", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_every_request_gives_the_outputs_without_speculation(make_llm: MakeLLM, tmp_path: Path, parallel: bool) -> None:
     """With preemption, chunks of prompts, every kind of setting, and a second time with prefixes in the cache."""
     prompts, params = (each[:9] for each in requests(seed=8))

@@ -245,7 +245,8 @@ def test_two_tensor_parallel_ranks_find_the_same_suffixes(make_llm: MakeLLM, ahe
 
 
 def test_replicas_with_suffixes_neither_double_nor_lose_a_token() -> None:
-    check_streams_of_replicas(model(), speculative("suffix"), count=10)
+    settings = {"async_scheduling": True, "kv_cache_memory_bytes": TIGHT["kv_cache_memory_bytes"], "max_num_seqs": 3}
+    check_streams_of_replicas(model(), 10, speculative_config=speculative("suffix"), data_parallel_size=2, **settings)
 
 
 @pytest.mark.parametrize("method", methods("eagle3", "parallel"))
