@@ -21,11 +21,11 @@ PROMPTS += [[*PROMPTS[-1][:80], 7], PROMPTS[-1][:64], [5, 6, 7] * 20]
 
 
 def speculative(draft: Path, count: int = 3) -> dict[str, Any]:
-    return {"model": str(draft), "num_speculative_tokens": count}
+    return {"model": str(draft), "num_speculative_tokens": count, "adaptive": False}
 
 
 def ngram(count: int = 3) -> dict[str, Any]:
-    return {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_min": 1}
+    return {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_min": 1, "adaptive": False}
 
 
 def check_integrity(llm: LLM) -> None:
