@@ -127,7 +127,7 @@ def test_replicas_with_drafts_planned_ahead_neither_double_nor_lose_a_token(chec
 
     size = TIGHT["kv_cache_memory_bytes"] * (1 if method == "ngram" else 2)  # two models
     settings = {"async_scheduling": True, "kv_cache_memory_bytes": size, "max_num_seqs": 6}
-    with async_engine(folder, speculative_config=drafts, **TWO, **settings) as llm:
+    with async_engine(folder, speculative_config=drafts, data_parallel_size=2, **settings) as llm:
         asyncio.run(all_of_them(llm))
 
 
