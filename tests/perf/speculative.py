@@ -24,6 +24,9 @@ weights per step, like a model large enough to benefit from speculative decoding
 `--llama-cpp PYTHON` measures llama.cpp beside the engines, of an environment with llama-cpp-python, on the same GGUF
 file (`--llama-cpp-model`, if it is not `--model`): without drafts, and with its own n-gram drafts of 3 and 8 tokens.
 
+`--rows 1 2 4 8` measures what verification costs: milliseconds of a step that verifies so many tokens less one, each of
+which is wrong, and nothing else.
+
 The table shows the speed-up next to its upper bound, the tokens per step.
 """
 
@@ -49,6 +52,7 @@ from ci.draft_heads.prompts import HELD_OUT, SEED, prompts
 from mvllm import LLM, SamplingParams, StructuredOutputsParams
 from mvllm.config.hub import find_model
 from mvllm.messages.requests import SchedulerStats
+from mvllm.worker.spec_decode.ngram import NgramProposer
 
 BEGINNINGS = (
     "Once upon a time",
@@ -196,6 +200,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2, 4], help="tokens of a draft")
     parser.add_argument("--max-tokens", type=int, default=TOKENS, help="tokens of an answer")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rows", type=int, nargs="+", help="only the cost of verification")
     parser.add_argument("--llama-cpp", help="the Python of an environment with llama-cpp-python")
     parser.add_argument("--llama-cpp-model", help="its GGUF file; --model by default")
     parser.add_argument("--runs", type=int, default=3)
@@ -209,6 +214,9 @@ def main() -> None:
             model = str(Path(folder) / "padded")
             pad(Path(model))
         settings = {"dtype": args.dtype, "max_num_seqs": MANY, "kv_cache_memory_bytes": 512 << 20}
+        if args.rows:
+            measure_verification(model, args.rows, args.runs, settings)
+            return
         engines = {
             way: LLM(model, speculative_config=config, use_tqdm_on_load=False, **settings)
             for way, config in ways_of(args, Path(folder)).items()
@@ -232,9 +240,32 @@ def main() -> None:
                 measure(engines, prompts, params, args.runs, name, others, at_once=work == "batch", exact=exact)
 
 
-def ways_of(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any] | None]:
+def measure_verification(model: str, rows: list[int], runs: int, settings: dict[str, Any]) -> None:
+    """Prints the milliseconds of steps with so many rows of one request. The draft tokens cost nothing."""
+    NgramProposer.propose = lambda self, step: [[0] * step.num_tokens for _ in step.rows]  # type: ignore[method-assign]
+    engines = {}
+    for count in rows:
+        config = {"method": "ngram", "num_speculative_tokens": count - 1, "adaptive": False} if count > 1 else None
+        engines[count] = LLM(model, speculative_config=config or {"method": "none"}, use_tqdm_on_load=False, **settings)
+    prompts = prompts_of(engines[rows[0]], False)[:1]
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    found: dict[int, list[float]] = {count: [] for count in rows}
+    for _ in range(runs + 1):  # the first is not counted: it records the steps
+        for count, llm in engines.items():
+            before = stats_of(llm)
+            tokens, seconds = run(llm, prompts, params)
+            _, _, accepted = difference(stats_of(llm), before)
+            found[count].append(1e3 * seconds / (len(tokens[0]) - accepted))
+    first = statistics.median(found[rows[0]][1:])
+    print("rows  ms a step  beside the first")
+    for count, milliseconds in found.items():
+        median = statistics.median(milliseconds[1:])
+        print(f"{count:4} {median:10.2f} {median / first:17.2f}")
+
+
+def ways_of(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     """The engines to compare: their names in the table, and their `speculative_config`."""
-    ways: dict[str, dict[str, Any] | None] = {"nothing": None}
+    ways: dict[str, dict[str, Any]] = {"nothing": {"method": "none"}}
     for text in args.config:
         config = {"adaptive": False, **json.loads(text)}
         ways[f"{config.get('method', 'draft model')}, {config.get('num_speculative_tokens', '')}"] = config

@@ -574,6 +574,8 @@ class ModelRunner:
         # Logits processors need every token before the next one is sampled: such rows get no drafts.
         excluded = (self.rows.sampling.flags[inputs.rows[positions]] & PROCESSED).astype(bool)
         output.undrafted = positions[excluded].tolist()
+        if self.rows.pairs.num_pairs:
+            excluded |= np.isin(inputs.rows[positions], self.rows.pairs.rows)
         if output.errors:
             excluded |= np.isin(positions, list(output.errors))
         positions = positions[~excluded]
@@ -624,7 +626,7 @@ class ModelRunner:
         ):
             self._sampled_token_buffer.read_all_steps()  # while the device computes
         if has_pairs and (pairs := self.rows.pairs.pairs_of(rows)).size:
-            sampled = self._pair_sampling.sample(logits, rows, pairs, masks)
+            sampled = self._pair_sampling.sample(logits, rows, pairs, masks, seq_lens)
         else:
             sampled = self._sampler.sample(logits, rows, state, history, masks=masks, seq_lens=seq_lens)
         del logits  # a lazy tensor that is still referenced becomes an output of the program: not what was warmed up

@@ -50,9 +50,17 @@ class PairSampling:
         self._rows, self._step_staging, self._sampler = rows, staging, None
 
     def sample(
-        self, logits: torch.Tensor, rows: np.ndarray, pairs: np.ndarray, masks: TokenMasks | None
+        self,
+        logits: torch.Tensor,
+        rows: np.ndarray,
+        pairs: np.ndarray,
+        masks: TokenMasks | None,
+        seq_lens: np.ndarray | None = None,
     ) -> SamplerOutput:
-        """Samples. Arguments as in PairLogits.combine; `rows` are the worker's rows of the logits."""
+        """Samples. Arguments as in PairLogits.combine and Sampler.sample; `rows` are the worker's rows of the logits.
+
+        Rows of pairs have no draft tokens.
+        """
         assert self._rows is not None
         if self._sampler is None:
             self._sampler = self._make_sampler(self._step_staging)
@@ -71,7 +79,7 @@ class PairSampling:
         )
         if own_staging is not None:
             own_staging.end_step()
-        sampled = self._sampler.sample(combined.logits, rows, state, self._rows.history, masks=masks)
+        sampled = self._sampler.sample(combined.logits, rows, state, self._rows.history, masks=masks, seq_lens=seq_lens)
         combined.share_tokens(sampled)
         wanted = (state.flags[rows[pairs[0]]] & LOGPROBS).astype(bool)
         if wanted.any():

@@ -78,11 +78,17 @@ class PairRows:
             self.primary_row[row] = -1
             self.num_pairs -= 1
 
+    @property
+    def rows(self) -> np.ndarray:
+        """int64 [2 * num_pairs]: both rows of each pair."""
+        companions = np.flatnonzero(self.primary_row >= 0)
+        return np.concatenate((companions, self.primary_row[companions]))
+
     def pairs_of(self, rows: np.ndarray) -> np.ndarray:
         """int64 [2, p]: indices among `rows` of the requests with companions, and of these companions, by combiner.
 
         Args:
-            rows: int [n]: the rows that sample. The rows of a pair always sample together.
+            rows: int [n]: the rows that sample. The rows of a pair always sample together, and are there once.
         """
         companions = np.flatnonzero(self.primary_row[rows] >= 0)
         if len(self.combiners) > 1:

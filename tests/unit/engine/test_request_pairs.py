@@ -93,10 +93,6 @@ def test_companions_are_refused_where_they_cannot_be():
     config = make_config()
     with pytest.raises(RequestError, match="Token ids must be from 0"):
         InputProcessor(config, None).process("r", [7], asks(other=[10_000]))
-    drafts = InputProcessor(dataclasses.replace(config, speculative=object()), None)
-    with pytest.raises(RequestError, match="strength cannot be combined with speculative decoding") as caught:
-        drafts.process("r", [7], asks())
-    assert caught.value.parameter == "strength"
     with pytest.raises(RequestError, match="strength cannot be combined with images"):
         check_params_with_items(asks(), [], RequestPair("difference", [9], parameter="strength"))
 

@@ -110,12 +110,6 @@ class PairRequestsOfEngine:
         kind = self._kinds.get(name)
         if kind is None:
             kind = self._kinds[name] = _load(name)(self._context)
-        if self._context.config.speculative is not None:
-            raise RequestError(
-                f"{kind.parameter} cannot be combined with speculative decoding: draft tokens are verified without "
-                'companions. Start the engine with speculative_config={"method": "none"}.',
-                parameter=kind.parameter,
-            )
         return kind
 
 

@@ -282,9 +282,17 @@ def test_requests_that_cannot_be_guided_are_refused(make_llm: MakeLLM, oracle: O
     one_row = make_llm(max_num_seqs=1)
     with pytest.raises(RequestError, match="needs two rows in a step, but the engine has max_num_seqs=1"):
         one_row.generate(prompt, SamplingParams(guidance_scale=2.0), use_tqdm=False)
-    drafts = make_llm(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
-    with pytest.raises(RequestError, match="guidance_scale cannot be combined with speculative decoding"):
-        drafts.generate(prompt, SamplingParams(guidance_scale=2.0), use_tqdm=False)
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_ordinary_requests_have_drafts_beside_guided_ones(
+    make_llm: MakeLLM, oracle: Oracle, checkpoint: Path, async_scheduling: bool
+) -> None:
+    drafts = {"model": str(checkpoint), "num_speculative_tokens": 3, "adaptive": False}
+    llm = make_llm(speculative_config=drafts, async_scheduling=async_scheduling)
+    oracle.run(llm, which=(0, 1, 4))
+    stats = llm.llm_engine.stats
+    assert stats is not None and stats.num_accepted_tokens == stats.num_draft_tokens > 0
 
 
 def test_batch_invariant_guidance_has_log_probabilities_with_the_same_bits(tmp_path: Path) -> None:
