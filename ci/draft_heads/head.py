@@ -15,7 +15,7 @@ State dicts have the names of published checkpoints; those of an MTP module stan
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -81,6 +81,18 @@ class HeadConfig:
             "torch_dtype": "bfloat16",
             "eagle_aux_hidden_state_layer_ids": list(self.target_layers),
         }
+
+
+class Draft(NamedTuple):
+    """The result of a pass.
+
+    Attributes:
+        hidden: [B, T, hidden_size], behind the last norm.
+        logits: [B, T, draft_vocab_size].
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
 
 
 class RMSNorm(nn.Module):
@@ -221,8 +233,8 @@ class EagleHead(nn.Module):
         """The tensors of a published checkpoint, float32: the matrix `fc` reads states that are not scaled."""
         return self.state_dict() | {"fc.weight": self.fc.weight.detach() * self.scale}
 
-    def draft(self, next_tokens: torch.Tensor, states: torch.Tensor, num_passes: int) -> list[torch.Tensor]:
-        """Logits of each pass, [B, T, draft_vocab_size]. Those of pass n are valid from position n - 1 on.
+    def draft(self, next_tokens: torch.Tensor, states: torch.Tensor, num_passes: int) -> list[Draft]:
+        """The drafts of each pass. Those of pass n are valid from position n - 1 on.
 
         Args:
             next_tokens: [B, T]: the token behind each position.
@@ -230,13 +242,14 @@ class EagleHead(nn.Module):
         """
         embeddings = self.embedding[next_tokens]
         x, cache = self.fc(states * self.scale), list[tuple[torch.Tensor, torch.Tensor]]()
-        logits = []
+        drafts = []
         for number in range(num_passes):
             if number:
                 x = x.roll(1, dims=1)
             x = self.midlayer(embeddings, x, cache)
-            logits.append(self.lm_head(self.norm(x)))
-        return logits
+            hidden = self.norm(x)
+            drafts.append(Draft(hidden, self.lm_head(hidden)))
+        return drafts
 
 
 class DecoderLayer(nn.Module):
@@ -273,15 +286,15 @@ class MTPModule(DecoderLayer):
         self.embedding: torch.Tensor
         self.register_buffer("embedding", embedding, persistent=False)
 
-    def draft(self, next_tokens: torch.Tensor, states: torch.Tensor, num_passes: int) -> list[torch.Tensor]:
+    def draft(self, next_tokens: torch.Tensor, states: torch.Tensor, num_passes: int) -> list[Draft]:
         """As `EagleHead.draft`. The states are the model's last ones, behind its norm."""
         embeddings = self.token_layernorm(self.embedding[next_tokens])
         x, cache = states, list[tuple[torch.Tensor, torch.Tensor]]()
-        logits = []
+        drafts = []
         for number in range(num_passes):
             if number:
                 x = x.roll(1, dims=1)
             both = torch.cat((self.hidden_layernorm(x), embeddings), dim=-1)
             x = self.final_layernorm(super().forward(self.input_proj(both), cache))
-            logits.append(functional.linear(x, self.embedding))
-        return logits
+            drafts.append(Draft(x, functional.linear(x, self.embedding)))
+        return drafts

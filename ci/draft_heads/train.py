@@ -48,13 +48,22 @@ MAX_PROMPT_TOKENS = 96
 NUM_PASSES = 3
 PASS_WEIGHT = 0.8
 """The loss of each pass counts so much of the one before."""
+HIDDEN_WEIGHT = 4.0
+"""The relative squared distance of hidden states counts so much of the cross-entropy."""
 WARM_UP = 0.03
 IGNORED = -100
 FIRST_USUAL_POSITION = 8
 """States of the positions before it are unusually large in many models."""
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""`next_tokens`, `labels` and `states`, see `write_states`."""
+
+@dataclass(frozen=True)
+class Batch:
+    """Positions of some texts, see `write_states`."""
+
+    next_tokens: torch.Tensor
+    labels: torch.Tensor
+    states: torch.Tensor
+    next_hidden: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,8 @@ def write_states(model: PreTrainedModel, texts: list[Text], layers: tuple[int, .
 
     Returns:
         Files with `next_tokens` [B, T], `labels` [B, T] (the most likely token two positions ahead, IGNORED in prompts
-        and padding) and `states` [B, T, layers * hidden_size], bfloat16.
+        and padding), `states` [B, T, layers * hidden_size] and `next_hidden` [B, T, hidden_size], bfloat16: the model's
+        last hidden state one position ahead, behind its norm, which gives the logits of the label.
     """
     files = []
     for number, begin in enumerate(tqdm(range(0, len(texts), TEXTS_PER_FILE), desc="states")):
@@ -148,6 +158,7 @@ def write_states(model: PreTrainedModel, texts: list[Text], layers: tuple[int, .
                 "next_tokens": ids.roll(-1, dims=1)[:, :-1].to(torch.int32).contiguous(),
                 "labels": labels[:, :-1].to(torch.int32).contiguous(),
                 "states": states[:, :-1].to(torch.bfloat16).contiguous(),
+                "next_hidden": found.hidden_states[-1][:, 1:].to(torch.bfloat16).contiguous(),
                 "is_held_out": torch.tensor([text.is_held_out for text in batch]),
             },
             part,
@@ -167,7 +178,7 @@ def choose_vocabulary(texts: list[Text], vocab_size: int, size: int) -> torch.Te
 def batches(
     files: list[Path], rng: random.Random | None, *, held_out: bool, size: int = TEXTS_PER_FILE
 ) -> Iterator[Batch]:
-    """`next_tokens`, `labels` and `states` of `size` texts, in random order with `rng`."""
+    """Positions of `size` texts, in random order with `rng`."""
     order = list(files)
     if rng is not None:
         rng.shuffle(order)
@@ -178,10 +189,11 @@ def batches(
             rng.shuffle(rows)
         for begin in range(0, len(rows), size):
             chosen = rows[begin : begin + size]
-            yield (
+            yield Batch(
                 values["next_tokens"][chosen].long(),
                 values["labels"][chosen].long(),
                 values["states"][chosen].float(),
+                values["next_hidden"][chosen].float(),
             )
 
 
@@ -190,17 +202,18 @@ def to_draft_tokens(labels: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tens
     return torch.where(labels == IGNORED, IGNORED, draft_ids[labels.clamp(min=0)])
 
 
-def loss_of(
-    head: EagleHead | MTPModule, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], draft_ids: torch.Tensor
-) -> torch.Tensor:
-    """Cross-entropy over the passes."""
-    next_tokens, labels, states = batch
-    targets, total = to_draft_tokens(labels, draft_ids), torch.zeros(())
-    for number, logits in enumerate(head.draft(next_tokens, states, NUM_PASSES)):
+def loss_of(head: EagleHead | MTPModule, batch: Batch, draft_ids: torch.Tensor) -> torch.Tensor:
+    """The loss over the passes: cross-entropy with the model's most likely tokens, and how far the head's last hidden
+    state is from the model's, which a few hundred thousand tokens teach much sooner than the tokens themselves."""
+    targets, total = to_draft_tokens(batch.labels, draft_ids), torch.zeros(())
+    scale = batch.next_hidden.square().mean()
+    for number, (hidden, logits) in enumerate(head.draft(batch.next_tokens, batch.states, NUM_PASSES)):
         valid = targets[:, number:].flatten()
-        if (valid != IGNORED).any():
+        is_valid = valid != IGNORED
+        if is_valid.any():
             loss = functional.cross_entropy(logits[:, number:].flatten(0, 1), valid, ignore_index=IGNORED)
-            total = total + PASS_WEIGHT**number * loss
+            away = (hidden - batch.next_hidden)[:, number:].flatten(0, 1)[is_valid].square().mean()
+            total = total + PASS_WEIGHT**number * (loss + HIDDEN_WEIGHT * away / scale)
     return total
 
 
@@ -208,14 +221,14 @@ def loss_of(
 def acceptance(head: EagleHead | MTPModule, files: list[Path], draft_ids: torch.Tensor) -> list[float]:
     """How often each draft token of held-out texts is right, if those before it are."""
     right, tried = [0] * NUM_PASSES, [0] * NUM_PASSES
-    for next_tokens, labels, states in batches(files, None, held_out=True):
-        targets = to_draft_tokens(labels, draft_ids)
-        so_far = torch.ones_like(labels, dtype=torch.bool)
-        for number, logits in enumerate(head.draft(next_tokens, states, NUM_PASSES)):
+    for batch in batches(files, None, held_out=True):
+        targets = to_draft_tokens(batch.labels, draft_ids)
+        so_far = torch.ones_like(targets, dtype=torch.bool)
+        for number, (_, logits) in enumerate(head.draft(batch.next_tokens, batch.states, NUM_PASSES)):
             if number:
                 so_far = so_far.roll(1, dims=1)
                 so_far[:, :number] = False
-            counted = so_far & (labels != IGNORED)
+            counted = so_far & (batch.labels != IGNORED)
             so_far = counted & (logits.argmax(-1) == targets)
             right[number] += int(so_far.sum())
             tried[number] += int(counted.sum())
@@ -257,16 +270,15 @@ def save_with_module(module: MTPModule, model: PreTrainedModel, folder: Path) ->
 def make_eagle(
     model: PreTrainedModel, vocabulary: torch.Tensor, layers: tuple[int, ...], states: torch.Tensor
 ) -> EagleHead:
-    """A head that begins with the model's output matrix, and with logits that vary by about 1.
+    """A head that begins with the model's output matrix and last norm.
 
     Args:
         states: [..., layers * hidden_size]: some of what the head reads.
     """
     head = EagleHead(HeadConfig.of_target(model.config, len(vocabulary), layers), embedding_of(model))
-    output = model.get_output_embeddings().weight[vocabulary].float()
     with torch.no_grad():
-        head.lm_head.weight.copy_(output)
-        head.norm.weight.fill_(1 / (output.std() * math.sqrt(output.shape[1])))
+        head.lm_head.weight.copy_(model.get_output_embeddings().weight[vocabulary])
+        head.norm.weight.copy_(model.model.norm.weight)
         head.scale.copy_(states.flatten(0, -2).float().square().mean(0).add(1e-6).rsqrt())
     return head
 

@@ -59,7 +59,8 @@ CLAUSES_OF: dict[str, tuple[str, ...]] = {
     "scaled_memory_profile": ("MEM-01", "RUN-02"),
     "drafts_by_default": (),
 }
-"""The clauses of each capability, none if no clause can show it; a new field of Capabilities must be added here (a test checks this)."""
+"""The clauses of each capability, none if no clause can show it; a new field of Capabilities must be added here (a test
+checks this)."""
 
 _KERNELS = ("kernels in Triton's interpreter against float64, compiled for targets", "platforms/triton-kernels/tests")
 _ON_THE_HOST = "the platform's own code and the whole engine on a stand-in in host memory"

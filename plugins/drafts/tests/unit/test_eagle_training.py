@@ -10,7 +10,7 @@ import torch
 from plugins.drafts.tests.eagle_heads import EPS, HEAD_SIZE, HEADS, KV_HEADS, MLP_SIZE, SIZE, ReferenceHead
 
 from ci.draft_heads.head import EagleHead, HeadConfig
-from ci.draft_heads.train import IGNORED, loss_of, save, to_draft_tokens
+from ci.draft_heads.train import IGNORED, Batch, loss_of, save, to_draft_tokens
 from tests.helpers.model_zoo import VOCAB_SIZE
 
 T = 6
@@ -42,7 +42,7 @@ def test_each_pass_gives_the_logits_of_that_draft_token(head: EagleHead, tmp_pat
             results = reference.run(tokens[0, : len(read)], read)
             at = known - 1 + number
             logits = head.lm_head(head.norm(results[-1]))
-            torch.testing.assert_close(passes[number][0, at], logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(passes[number].logits[0, at], logits, rtol=1e-4, atol=1e-4)
             read = torch.cat((read, results[-1:]))
             if len(read) > T:
                 break
@@ -53,7 +53,8 @@ def test_the_loss_falls_and_leaves_out_tokens_without_a_draft_token(head: EagleH
     draft_ids = torch.full((VOCAB_SIZE,), IGNORED)
     draft_ids[torch.arange(0, 250, 5)] = torch.arange(50)
     assert to_draft_tokens(torch.tensor([5, 6, IGNORED]), draft_ids).tolist() == [1, IGNORED, IGNORED]
-    batch = torch.randint(VOCAB_SIZE, (2, T)), 5 * torch.randint(50, (2, T)), torch.randn(2, T, 3 * SIZE)
+    states = torch.randn(2, T, 3 * SIZE), torch.randn(2, T, SIZE)
+    batch = Batch(torch.randint(VOCAB_SIZE, (2, T)), 5 * torch.randint(50, (2, T)), *states)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
     losses = []
     for _ in range(12):
