@@ -53,7 +53,7 @@ def test_the_loss_falls_and_leaves_out_tokens_without_a_draft_token(head: EagleH
     draft_ids = torch.full((VOCAB_SIZE,), IGNORED)
     draft_ids[torch.arange(0, 250, 5)] = torch.arange(50)
     assert to_draft_tokens(torch.tensor([5, 6, IGNORED]), draft_ids).tolist() == [1, IGNORED, IGNORED]
-    states = torch.randn(2, T, 3 * SIZE), torch.randn(2, T, SIZE)
+    states = torch.randn(2, T, 3 * SIZE), torch.ones(2, T, SIZE)
     batch = Batch(torch.randint(VOCAB_SIZE, (2, T)), 5 * torch.randint(50, (2, T)), *states)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
     losses = []
