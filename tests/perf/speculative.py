@@ -157,7 +157,9 @@ def work_prompts(llm: LLM, work: str) -> list[list[int]]:
     if work == "chat":
         asked = [prompt for i, prompt in enumerate(prompts(random.Random(SEED))) if i % HELD_OUT == 0][:NUM_CHATS]
         return [
-            llm.get_tokenizer().apply_chat_template([{"role": "user", "content": each}], add_generation_prompt=True)
+            llm.get_tokenizer().apply_chat_template(
+                [{"role": "user", "content": each}], add_generation_prompt=True, return_dict=False
+            )
             for each in asked
         ]
     begun = prompts_of(llm, work == "copied")
